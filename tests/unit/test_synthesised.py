@@ -10,7 +10,6 @@ import torch
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.models.synthesised import from_table, from_tensors
-from weighin.stream import slices
 from weighin.stream.pretrained_library import Selection
 from weighin.suite import registry
 
@@ -95,7 +94,7 @@ def test_the_structure_of_a_large_model_is_short(tmp_path: Path) -> None:
 )
 def test_another_string_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a list of a checkpoint's tensors"):
-        slices.unpack(text)
+        from_tensors(tensors=text)
 
 
 def test_a_file_that_is_no_checkpoint_or_has_no_tensor_is_an_error(tmp_path: Path) -> None:

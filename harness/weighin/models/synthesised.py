@@ -3,14 +3,20 @@
 Such a model only holds tensors, and has no forward pass.
 """
 
+import base64
+import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from weighin.stream.slices import unpack
+from weighin.errors import ConfigError
+from weighin.stream.slices import ITEM_BYTES, is_sizes
+
+_MOST_BYTES = 64 * 1024**2  # of JSON, because records may be forged
 
 
 def from_tensors(*, tensors: str) -> nn.Module:
@@ -19,15 +25,24 @@ def from_tensors(*, tensors: str) -> nn.Module:
     ``tensors`` is a string of ``weighin.stream.slices.pack``, else ConfigError.
     """
     root = nn.Module()
-    made: dict[str, torch.Tensor] = {}
-    for name, shape, dtype_name, tied_to in unpack(tensors):
-        tensor = made.get(tied_to or "")
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
-            if tensor.is_floating_point():
+    made: list[torch.Tensor] = []
+    try:
+        data = zlib.decompressobj().decompress(base64.urlsafe_b64decode(tensors), _MOST_BYTES)
+        names, kind_of, tied_to, kinds = json.loads(data)
+        for name, kind, back in zip(names, kind_of, tied_to, strict=True):
+            dtype, *shape = kinds[kind]
+            if not (isinstance(name, str) and dtype in ITEM_BYTES and is_sizes(shape)):
+                raise ValueError(f"tensor {len(made)} is malformed")  # noqa: TRY301
+            tensor = made[-back] if back > 0 else torch.empty(shape, dtype=getattr(torch, dtype))
+            if tensor.is_floating_point() and back <= 0:
                 tensor = nn.Parameter(tensor)
-        made[name] = tensor
-        _put(root, name, tensor)
+            made.append(tensor)
+            _put(root, name, tensor)
+    except (ValueError, TypeError, IndexError, RecursionError, zlib.error) as error:
+        raise ConfigError(
+            f"the argument `tensors` of the model is not a list of a checkpoint's tensors: {error}",
+            "name the checkpoint: --model from:CHECKPOINT",
+        ) from None
     return root
 
 

@@ -45,7 +45,7 @@ from weighin.stream.foreign import (
 )
 from weighin.stream.pickles import Named, Opaque
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, are_equal, is_sizes, row_major
-from weighin.stream.state_dicts import largest, with_key
+from weighin.stream.state_dicts import with_key
 from weighin.text import first_names, plain, shown
 
 Shape = tuple[int, ...]
@@ -346,9 +346,9 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
             inside = ".".join(one if isinstance(one, str) else shown(one) for one in keys[:-1])
             if "optim" not in inside.lower():
                 sizes[inside] = sizes.get(inside, 0) + found[-1].nbytes
-    if values and not key and (nested := largest(sizes)):
+    if values and not key and (way := with_key(sizes)):
         what = f"not a flat state dict of tensors: {shown(next(iter(values)))} is not a tensor"
-        raise CheckpointError(f"{path}: {what}", with_key(nested))
+        raise CheckpointError(f"{path}: {what}", way)
     found.values, found.files = values, (path, *sorted(folder.glob("*.distcp")))
     return found
 

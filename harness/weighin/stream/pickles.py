@@ -49,12 +49,6 @@ _REBUILD: Final = "torch._utils._rebuild_"
 _TYPED: Final = "torch._tensor._rebuild_from_type_v2"
 _NOT_READ: Final = (_REBUILD, "torch.nn.parameter.Uninitialized")
 """The names of functions and classes that make sparse, nested, lazy and other tensors begin so."""
-_TITLES: Final = {"_codecs.encode": "bytes"} | {
-    f"numpy.{core}.multiarray.{name}": title
-    for core in ("core", "_core")
-    for name, title in (("scalar", "NumPy scalar"), ("_reconstruct", "NumPy array"))
-}
-"""Maps a function by which a pickle makes an object to the object's title in messages."""
 _SAFE: Final = frozenset({
     "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
     "collections.Counter", "collections.OrderedDict", "torch.Size", "torch.Tensor", "torch.device",
@@ -181,10 +175,8 @@ def is_safe(name: str) -> bool:
 
 def type_name(value: Any) -> str:
     """Return the name of a pickled value's Python type, for messages."""
-    if isinstance(value, Opaque) and value.is_tensor:
-        return f"tensor of {value.kind}"
     if isinstance(value, Opaque):
-        return _TITLES.get(value.kind, value.kind.removeprefix("__builtin__."))
+        return f"tensor of {value.kind}" if value.is_tensor else value.kind
     names = {Storage: "storage", Slice: "Tensor", Named: "class or function", Dict: "dict"}
     return names.get(type(value), type(value).__name__)
 

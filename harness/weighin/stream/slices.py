@@ -12,7 +12,7 @@ from operator import mul
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError
 from weighin.text import shown
 
 if TYPE_CHECKING:  # pathlib takes 1 MiB in a worker
@@ -39,7 +39,6 @@ NOT_CONVERTED: Final = frozenset({"float4_e2m1fn_x2"})
 """Dtypes whose tensors torch can store, but cannot copy or convert."""
 
 _LONGEST: Final = 96 * 1024  # Linux limits one argument of a process to 128 KiB
-_MOST_JSON_BYTES: Final = 64 * 1024**2  # in ``unpack``, because records may be forged
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
@@ -311,11 +310,8 @@ def footprint(slices: Sequence[Slice]) -> Footprint:
 def pack(slices: Sequence[Slice]) -> str:
     """Return the names, shapes, dtypes and ties of a checkpoint's tensors as one short string.
 
-    A record contains this string, so that the record alone identifies the model: JSON, compressed
-    with zlib, in base64. It has 3 KiB for GPT-2 XL.
-
-    Raises:
-        CheckpointError: the checkpoint has no tensors, or its string is longer than 96 KiB.
+    A record contains this string, so that the record alone identifies the model, which
+    ``weighin.models.synthesised.from_tensors`` builds. It has 3 KiB for GPT-2 XL.
     """
     import base64
     import json
@@ -337,29 +333,3 @@ def pack(slices: Sequence[Slice]) -> str:
             "name the function that builds the model: --model package.module:callable",
         )
     return text
-
-
-def unpack(text: str) -> list[tuple[str, tuple[int, ...], str, str | None]]:
-    """Return the name, shape and dtype of each tensor that ``pack`` wrote, and the first name of a tied
-    tensor or None; ConfigError: ``pack`` did not write the string.
-    """
-    import base64
-    import json
-    import zlib
-
-    tensors = []
-    try:
-        data = zlib.decompressobj().decompress(base64.urlsafe_b64decode(text), _MOST_JSON_BYTES)
-        names, kind_of, tied_to, kinds = json.loads(data)
-        for number, (name, kind, back) in enumerate(zip(names, kind_of, tied_to, strict=True)):
-            dtype, *shape = kinds[kind]
-            if not (isinstance(name, str) and dtype in ITEM_BYTES and is_sizes(shape)):
-                raise ValueError(f"tensor {number} is malformed")  # noqa: TRY301
-            first = names[number - back] if 0 < back <= number else None
-            tensors.append((name, tuple(shape), dtype, first))
-    except (ValueError, TypeError, IndexError, RecursionError, zlib.error) as error:
-        raise ConfigError(
-            f"the argument `tensors` of the model is not a list of a checkpoint's tensors: {error}",
-            "name the checkpoint: --model from:CHECKPOINT",
-        ) from None
-    return tensors

@@ -98,8 +98,7 @@ def _found(value: Any, key: str) -> Iterator[Any]:
 
 def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
     names = first_names(plain(one) for one in dict.fromkeys(keys) if isinstance(one, str))
-    places = largest(_sizes(keys))
-    repair = with_key(places) if places else f"its keys: {names or 'none'}"
+    repair = with_key(_sizes(keys)) or f"its keys: {names or 'none'}"
     return CheckpointError(f"{path}: has no key {shown(key)}", repair)
 
 
@@ -115,18 +114,16 @@ def _sizes(value: Any) -> dict[str, int]:
     return places
 
 
-def largest(places: Mapping[str, int]) -> dict[str, int]:
-    """Return the three entries with the largest sizes, the largest first, without sizes of 0."""
-    found = sorted(places, key=lambda place: -places[place])[:3]
-    return {plain(place): places[place] for place in found if places[place]}
+def with_key(sizes: Mapping[str, int]) -> str:
+    """Return the advice to select one of the three largest state dicts, or "" if none has bytes.
 
-
-def with_key(places: Mapping[str, int]) -> str:
-    """Return the advice to select a state dict with --key; ``places`` maps their keys to bytes."""
+    ``sizes`` maps their keys to bytes.
+    """
     from weighin.units import format_bytes  # imports decimal, which few loads need
 
-    ways = " or ".join(f"--key {place} ({format_bytes(size)})" for place, size in places.items())
-    return select_key(ways, next(iter(places)))
+    places = sorted((place for place in sizes if sizes[place]), key=lambda place: -sizes[place])[:3]
+    ways = " or ".join(f"--key {plain(one)} ({format_bytes(sizes[one])})" for one in places)
+    return select_key(ways, plain(places[0])) if places else ""
 
 
 def is_beside_weights(path: Path) -> bool:
@@ -156,13 +153,13 @@ def no_tensor(path: Path, place: Any, item: Any) -> CheckpointError:
         what, repair = f"not a state dict: a dict has a key of type {place.kind}", _SAVE
     elif isinstance(item, Opaque) and item.is_tensor:
         what, repair = f"{where} is a {title}; weighin reads plain tensors", _PLAIN
-    elif title == "NumPy array":
+    elif title.endswith("multiarray._reconstruct"):
         what, repair = f"{where} is a NumPy array, not a tensor", _FROM_NUMPY
     elif isinstance(item, Opaque) and item.is_module:
         what = f"{where} is a whole pickled module ({title}), and was NOT executed"
         repair = IF_TRUSTED
     elif isinstance(item, Opaque) and item.is_foreign:
-        what = f"holds more than tensors, and was NOT executed: {where} refers to {item.kind}"
+        what = f"holds more than tensors, and was NOT executed: {where} refers to {title}"
         repair = IF_TRUSTED
     elif place == "":
         what, repair = f"holds a {title}, not a state dict", _SAVE
@@ -174,11 +171,10 @@ def no_tensor(path: Path, place: Any, item: Any) -> CheckpointError:
 def _no_state_dict(path: Path, value: Any, place: Any, item: Any) -> CheckpointError:
     """Return the exception for a file whose state dict cannot have ``item``."""
     sizes = _sizes(value)
-    places = largest(sizes)
-    if sizes and not places:
+    if sizes and not any(sizes.values()):
         return all_empty(path)
     error = no_tensor(path, place, item)
-    return CheckpointError(error.message, with_key(places) if places else error.repair)
+    return CheckpointError(error.message, with_key(sizes) or error.repair)
 
 
 def _walk(

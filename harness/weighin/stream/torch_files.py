@@ -180,7 +180,7 @@ def _open_archive(window: _Window) -> TorchFile:
     return TorchFile(path, pickled.value, pickled.refused, places)
 
 
-def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for each fault)
+def _records(window: _Window) -> dict[str, Record]:
     """Return the records of a zip archive, which lie apart in the file and have different names."""
     path = window.path
     try:
@@ -193,10 +193,10 @@ def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for ea
     infos, end = archive.infolist(), archive.start_dir
     if other := other_zip(path, [info.filename for info in infos]):
         raise other
-    if hasattr(os, "posix_fadvise"):  # the disk may read all headers at the same time
-        for at in (info.header_offset for info in infos if 0 <= info.header_offset < end):
-            size = io.DEFAULT_BUFFER_SIZE
-            os.posix_fadvise(window.descriptor, window.base + at, size, os.POSIX_FADV_WILLNEED)
+    for at in (info.header_offset for info in infos if 0 <= info.header_offset < end):
+        # The disk may read all headers at the same time.
+        size = io.DEFAULT_BUFFER_SIZE
+        os.posix_fadvise(window.descriptor, window.base + at, size, os.POSIX_FADV_WILLNEED)
 
     def header(info: zipfile.ZipInfo) -> bytes:
         return window.bytes_at(info.header_offset, _LOCAL_BYTES, _LOCAL_BYTES)
@@ -234,7 +234,7 @@ def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for ea
 def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
     magic, version, system = (pickles.load(path, file).value for _ in range(3))
     if (magic, version) != (MAGIC, VERSION):
-        what = f"of version {shown(version)}, but this weighin reads {VERSION}"
+        what = f"of another version than {VERSION}, which this weighin reads"
         raise CheckpointError(f"{path}: {what}", resaving(path))
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise _big_endian(path)
