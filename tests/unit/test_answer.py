@@ -22,6 +22,7 @@ from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
 from weighin.recommend.candidates import FitVerdict, Limits, Speeds
 from weighin.recommend.prior_runs import Evidence
+from weighin.stream import pretrained_folder
 from weighin.stream.pretrained_folder import read_folder
 from weighin.stream.pretrained_library import Selection
 from weighin.suite import registry
@@ -350,7 +351,7 @@ def test_the_conversion_of_a_folder_is_with_the_class_the_trust_and_the_adapter_
     folder = read_folder(tmp_path)
     model = spec_of(folder)
     model = replace(model, kwargs={**model.kwargs, "architecture": "BertModel", "code": "trusted"})
-    monkeypatch.setattr(answer, "adapter_of", lambda _: tmp_path / "lora")
+    monkeypatch.setattr(pretrained_folder, "adapter_of", lambda _: tmp_path / "lora")
     found = advised(model=model, checkpoint=folder.checkpoint)
     resaved = replace(found.candidates[0], format="per_param", asks=("saved as per_param",))
     asked = replace(found, candidates=(resaved,))

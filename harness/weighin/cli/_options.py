@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from weighin.cli import _console, _pyproject
-from weighin.cli._verb import PATH, WHAT, WRITE, Option, parameters
+from weighin.cli._verb import WHAT, WRITE, Option, parameters
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,18 +106,19 @@ JSON: Final = Option(
     metavar="FILE",
 )
 MARKDOWN: Final = parameters({"--markdown FILE": "Write the result as Markdown to this file."})
-RUN: Final = parameters(
-    {
-        "--resume FOLDER": "Go on with the stopped run in this folder.",
-        "--trust": "Run the commands, builders and strategies that another person's run names. Read them first.",
-    },
-    WRITE,
-)
 
 
-def out(default: str) -> Option:
-    text = f"The run's new folder. Default: results/{default}."
-    return Option(["--out"], WRITE, text, type=PATH, metavar="FOLDER")
+def run(default: str) -> list[click.Parameter]:
+    """Return where a run is written, and which run is resumed; ``default`` is a new run's name."""
+    first, *others = parameters(
+        {
+            "--out FOLDER": f"The run's new folder. Default: results/{default}.",
+            "--resume FOLDER": "Go on with the stopped run in this folder.",
+            "--trust": "Run the commands, builders and strategies that another person's run names. Read them first.",
+        },
+        WRITE,
+    )
+    return [first, JSON, *others]
 
 
 def is_typed(context: click.Context, name: str) -> bool:

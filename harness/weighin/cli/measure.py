@@ -29,9 +29,7 @@ _FLOOR_TIMEOUT_S = 300.0
     _options.MODEL,
     *_options.settings("bench", timeout_s="600"),
     _options.SUITE,
-    _options.out("DATE-MODEL-RAM"),
-    _options.JSON,
-    *_options.RUN,
+    *_options.run("DATE-MODEL-RAM"),
     codes=True,
     examples={
         "Load gpt2-xl in six ways, three times each, under 8 GiB of RAM": "weighin bench gpt2-xl --ram 8g --repeats 3",
@@ -60,9 +58,7 @@ def bench(context: click.Context, _: dict[str, Any]) -> None:
     _options.COMMAND,
     *_options.settings("run", timeout_s="0", stacks="stacks"),
     _options.SUITE,
-    _options.out("DATE-NAME-RAM"),
-    _options.JSON,
-    *_options.RUN,
+    *_options.run("DATE-NAME-RAM"),
     codes=True,
     context_settings={"allow_interspersed_args": False},
     examples={
@@ -106,9 +102,7 @@ def run(context: click.Context, typed: dict[str, Any]) -> None:
         within="1%",
     ),
     *_options.settings("floor", uses="none", timeout_s="300"),
-    _options.out("DATE-MODEL-floor"),
-    _options.JSON,
-    *_options.RUN,
+    *_options.run("DATE-MODEL-floor"),
     codes=True,
     examples={
         "Find the smallest RAM limit under which each of six ways loads the model": "weighin floor gpt2-medium",

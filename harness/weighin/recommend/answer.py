@@ -34,21 +34,10 @@ from weighin.recommend.prior_runs import Evidence, find
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.show.table import Column, Entry, Table
 from weighin.slow_disk import Pace
-from weighin.stream import formats, quantised
+from weighin.stream import formats, pretrained_folder, quantised
 from weighin.stream import gguf_files as gguf
-from weighin.stream.pretrained_folder import (
-    CONFIG,
-    adapter_of,
-    auto_class,
-    find_weights,
-    folder_of,
-    is_folder,
-    variant_of,
-)
 from weighin.stream.pretrained_library import TRANSFORMERS, WHOLE, Selection, library_in
-from weighin.stream.quantised import dequantising
 from weighin.suite import registry
-from weighin.suite.registry import StrategyInfo
 from weighin.units import format_bytes
 
 ALLOWED: Final = ("resave", "packages", "weighin")
@@ -150,7 +139,7 @@ class Advice:
                 if _is_chosen(model := asked.model.kwargs):
                     options += ["--set", f"model_class={model['architecture']}"]
                 options += ["--trust-remote-code"] * ("code" in model)
-                if adapter := adapter_of(asked.model):
+                if adapter := pretrained_folder.adapter_of(asked.model):
                     options += ["--adapter", str(adapter)]
             notes.append(
                 f"{self.best.strategy} reads a {self.best.format} checkpoint with the model's weights"
@@ -263,23 +252,23 @@ def _code(advice: Advice, best: Candidate) -> str:
     # Of a checkpoint alone, nobody knows what the constructor of its model does.
     knows_model = question.model.builder != SYNTHESISED
     info = registry.strategy(best.strategy)
-    adapter = str(adapter_of(question.model) or "")
+    adapter = str(pretrained_folder.adapter_of(question.model) or "")
     if checkpoint and (folder := _folder(question)) and info.maps_keys and not info.shares_load:
         model, is_gguf = question.model.kwargs, prior.checkpoint_format == gguf.NAME
         return pretrained_snippet(
             info, model["architecture"], device=question.device, dtype=question.dtype,
             folder=folder, gguf_file=checkpoint.name if is_gguf else "",
-            auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
-            variant=variant_of(checkpoint), is_chosen=_is_chosen(model),
+            auto=pretrained_folder.auto_class(model["config"], model["architecture"]) if "code" in model else "",
+            variant=pretrained_folder.variant_of(checkpoint), is_chosen=_is_chosen(model),
             extra=library_in(model["config"]).extra, adapter=adapter,
-            quantisation=None if is_gguf else dequantising(Path(folder)),
+            quantisation=None if is_gguf else quantised.dequantising(Path(folder)),
         )  # fmt: skip
     try:
         return snippet(
             info, device=question.device, dtype=question.dtype, adapter=adapter,
             checkpoint=_file_name(best.format) if advice.saves_again else str(checkpoint or "model.pt"),
             options={} if advice.saves_again else planned.cell.options,
-            keeps_dtypes=is_folder(question.model),
+            keeps_dtypes=pretrained_folder.is_folder(question.model),
             is_mixed=predicted.is_mixed or not knows_model,
             computes_buffers=predicted.computes_buffers or not knows_model,
         )  # fmt: skip
@@ -295,12 +284,15 @@ def _folder(question: Question) -> str | None:
     The user may give the weights of another folder or file with --checkpoint.
     """
     checkpoint = question.checkpoint
-    if checkpoint is None or not is_folder(question.model):
+    if checkpoint is None or not pretrained_folder.is_folder(question.model):
         return None
-    folder, config = folder_of(checkpoint), question.model.kwargs["config"]
-    of_checkpoint = object_in(folder / CONFIG)
+    folder, config = pretrained_folder.folder_of(checkpoint), question.model.kwargs["config"]
+    of_checkpoint = object_in(folder / pretrained_folder.CONFIG)
     has_model = all(config.get(key) == value for key, value in of_checkpoint.items())
-    has_weights = find_weights(folder, variant_of(checkpoint)) == checkpoint
+    has_weights = (
+        pretrained_folder.find_weights(folder, pretrained_folder.variant_of(checkpoint))
+        == checkpoint
+    )
     is_gguf = gguf.is_file(checkpoint)
     return str(folder) if is_gguf or (of_checkpoint and has_model and has_weights) else None
 
@@ -388,7 +380,10 @@ def _file_name(fmt: str) -> str:
 
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
     selected = {key: value for key, value in asdict(question.selection).items() if value}
-    found, adapter = quantised.of_model(question.model), adapter_of(question.model)
+    found, adapter = (
+        quantised.of_model(question.model),
+        pretrained_folder.adapter_of(question.model),
+    )
     for info in registry.strategies().values():
         fmt = checkpoint_format if checkpoint_format in info.formats else info.formats[0]
         if (
@@ -410,7 +405,7 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         yield plan_cell(cell, info)
 
 
-def _reads_part(info: StrategyInfo, question: Question) -> bool:
+def _reads_part(info: registry.StrategyInfo, question: Question) -> bool:
     """Tell whether a strategy itself reads the selected part of the user's checkpoint."""
     asked = {name for name, value in asdict(question.selection).items() if value}
     if not question.checkpoint or not asked <= set(info.options):

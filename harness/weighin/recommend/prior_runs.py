@@ -63,20 +63,17 @@ class Evidence:
         return None
 
     def median_ready_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median seconds of the loads under a RAM limit. If this limit was not measured,
-        use the loads under the next larger measured limit, or else under the largest one.
-        """
+        """Return the median seconds of the loads under the next larger measured limit, or the largest."""
         return middle(self._ready_s_near(limit_bytes))
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median absolute deviation of the times of ``median_ready_s``, which one slow load
-        hardly changes; None for fewer than two times.
+        """Return the median absolute deviation of these times, which one slow load hardly changes; None
+        for fewer than two times.
         """
         seconds = self._ready_s_near(limit_bytes)
-        if len(seconds) < 2:
-            return None
-        usual = statistics.median(seconds)
-        return statistics.median(abs(one - usual) for one in seconds)
+        usual = statistics.median(seconds or [0])
+        deviations = [abs(one - usual) for one in seconds]
+        return statistics.median(deviations) if len(seconds) > 1 else None
 
     def _ready_s_near(self, limit_bytes: int | None) -> list[float]:
         def size(limit: int | None) -> float:
@@ -90,15 +87,11 @@ class Evidence:
 def find(
     folders: Iterable[Path], wanted: Cell, left_out: Callable[[str], None] = lambda _: None
 ) -> dict[tuple[str, str], Evidence]:
-    """Return what this machine measured in the runs of these folders, by (strategy, format).
+    """Return what this machine measured of loads like ``wanted``, by (strategy, format).
 
-    A record of a load counts if its model, device, dtype, page cache, ranks and disk are those of
-    ``wanted``. It must have no options, environment variables or GPU memory limit, and no other cell
-    may have run at once. A record with another use counts only for the time of its load.
-    ``left_out`` is called with the reason why a run below a folder cannot be read.
-
-    Raises:
-        RecordError: one of the folders is itself a run, and cannot be read.
+    Such a load has no options, environment variables or GPU memory limit, and no other cell ran at
+    once. A record with another use counts only for the time of its load. ``left_out`` gets the reason
+    why a run below a folder cannot be read; a folder that is itself such a run is a RecordError.
     """
     here = environment.machine()
     evidence: dict[tuple[str, str], Evidence] = {}

@@ -69,12 +69,8 @@ def snippet(
         adapter: the folder of an adapter, which the last lines merge; empty for none.
         keeps_dtypes: whether the user's function builds the model in ``dtype``, so that the code
             converts no tensor: a library's models have buffers that stay in float32.
-        is_mixed: whether the model may have tied weights, or tensors of several floating-point
-            dtypes. Otherwise it needs no helpers for them.
+        is_mixed: whether the model may have tied weights, or several floating-point dtypes.
         computes_buffers: whether the model may have buffers that no checkpoint has.
-
-    Raises:
-        CannotWriteOut: the strategy cannot become a plain function; the message says why.
     """
     if info.pretrained:
         raise CannotWriteOut("the strategy loads Hugging Face folders only")
@@ -206,13 +202,10 @@ def pretrained_snippet(
     """Return the code that loads a folder of transformers, diffusers or timm in one call.
 
     Args:
-        auto: the class of transformers that runs model code from the folder, such as
-            "AutoModelForCausalLM"; empty if the library itself has the code of the model.
+        auto: the class of transformers that runs model code from the folder; empty without such code.
         variant: the variant of the weights in the names of the files, such as "fp16".
         is_chosen: whether the user chose another class than config.json names.
-        gguf_file: the name of the GGUF file with the weights; empty for other weights.
         extra: the extra of weighin that installs the library: EXTRA in ``pip install weighin[EXTRA]``.
-        adapter: the folder of the adapter to merge; empty for none.
         quantisation: the ``quantization_config`` with which transformers dequantises the weights.
     """
     kind = auto or architecture
