@@ -1,7 +1,6 @@
 """The cache: made once, whole or not there, and never anything outside of its folder."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import cache
+from weighin.checkpoint import cache, staging
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 
 TIED = ModelSpec(
@@ -139,18 +138,18 @@ def test_other_values_from_another_torch_make_the_old_formats_void(
 
 
 @pytest.mark.parametrize(
-    ("harm", "what"),
+    "harm",
     [
-        (lambda p: p.write_bytes(p.read_bytes()[:-1]), r"model\.pt has [\d,]+ bytes, not [\d,]+"),
-        (lambda p: os.utime(p, ns=(1, 1)), r"model\.pt was changed after it was made"),
-        (Path.unlink, r"model\.pt is missing"),
-        (lambda p: (p.parents[1] / "pt.json").write_text("{"), "its marker is damaged"),
-        (lambda p: (p.parents[1] / "manifest.json").write_text("{"), r"manifest\.json is damaged"),
-        (lambda p: (p.parents[1] / "manifest.json").unlink(), r"manifest\.json is missing"),
+        lambda p: p.write_bytes(p.read_bytes()[:-1]),
+        lambda p: os.utime(p, ns=(1, 1)),
+        Path.unlink,
+        lambda p: (p.parents[1] / "pt.json").write_text("{"),
+        lambda p: (p.parents[1] / "manifest.json").write_text("{"),
+        lambda p: (p.parents[1] / "manifest.json").unlink(),
     ],
 )
 def test_a_damaged_entry_is_made_again_with_a_warning(
-    in_process: list[dict[str, Any]], harm: Callable[[Path], object], what: str
+    in_process: list[dict[str, Any]], harm: Callable[[Path], object]
 ) -> None:
     good = cache.ensure(TIED, "pt")
     content = good.path.read_bytes()
@@ -159,9 +158,9 @@ def test_a_damaged_entry_is_made_again_with_a_warning(
     harm(good.path)
     again = cache.ensure(TIED, "pt")
     assert again.made
-    (warning,) = again.warnings
-    assert warning.startswith(f"the cached checkpoint in {good.path.parent} was replaced: ")
-    assert re.search(what, warning)
+    assert again.warnings == (
+        f"the cached checkpoint in {good.path.parent} was replaced: its files were changed or removed",
+    )
     assert again.path.read_bytes() == content
     assert cache.ensure(TIED, "pt").warnings == ()
 
@@ -171,19 +170,19 @@ def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
 ) -> None:
     free = [2**60]
     asked: list[int] = []
-    real = cache._check_space
+    real = staging.check_space
 
-    def check(entry: Path, what: str, needed: int) -> None:
+    def check(folder: Path, what: str, needed: int, repair: str) -> None:
         asked.append(needed)
         free[0] = needed - 1 if len(asked) == 1 else needed
-        real(entry, what, needed)
+        real(folder, what, needed, repair)
 
-    monkeypatch.setattr(cache, "_check_space", check)
+    monkeypatch.setattr(staging, "check_space", check)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=free[0]))
     with pytest.raises(ConfigError) as caught:
         cache.ensure(TIED, "pt")
     assert caught.value.message.startswith("the pt checkpoint of tied-tiny needs ")
-    assert f"in {root}, but only " in caught.value.message
+    assert caught.value.message.endswith(f" are free in {root}")
     assert caught.value.repair == (
         "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
         " weighin cache clear"

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from weighin.checkpoint.checksum import (
     PIECE_ELEMENTS,
-    Checksums,
     RunningChecksum,
     checksum,
     pieces_of,
+    summing,
 )
 
 LANES = 65_521
@@ -84,7 +84,7 @@ def test_pieces_give_the_checksum_of_the_whole(numel: int) -> None:
 
 def sums_of(tensor: torch.Tensor) -> dict[str, str]:
     sums: dict[str, dict[str, str]] = {}
-    for _ in Checksums(tensor.numel(), tensor.dtype).of(pieces_of(tensor), sums, "w"):
+    for _ in summing("w", pieces_of(tensor), tensor.numel(), tensor.dtype, sums):
         pass
     return sums["w"]
 

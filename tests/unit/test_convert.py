@@ -13,7 +13,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fork_server import ForkServer
-from rich.console import Console
 from safetensors.torch import save_file
 
 from weighin import child_process
@@ -53,6 +52,9 @@ ended = True
 thread.join()
 print(peak - start)
 """
+
+
+def silent(text: str, share: float | None) -> None: ...
 
 
 @pytest.fixture
@@ -153,7 +155,7 @@ def test_a_suffix_of_another_format_is_refused_with_the_two_ways_on(
 ) -> None:
     target, suffix = source.with_name(name), name.removeprefix("new")
     with pytest.raises(ConfigError) as caught:
-        Conversion(source, target, fmt).run(Console())
+        Conversion(source, target, fmt).run(silent)
     assert str(caught.value) == (
         f"{target}: {suffix} is the suffix of format {format_of_suffix}, but --format says"
         f" {fmt}\nto write {format_of_suffix}, leave --format out; for the format of --format, name"
@@ -214,8 +216,7 @@ def test_memory_stays_far_below_the_largest_tensor_and_300_mib(
 
 def test_the_command_says_what_it_made(source: Path) -> None:
     target = source.with_name("half.pt")
-    console = Console(stderr=True)
-    done = Conversion(source, target, dtype="bfloat16", verify=True).run(console)
+    done = Conversion(source, target, dtype="bfloat16", verify=True).run(silent)
     said = sentence(done)
     assert said.startswith(f"{target}: pt from pt, {target.stat().st_size / 1024:.3f} KiB in ")
     assert said.endswith("every tensor's checksum verified")
@@ -269,7 +270,7 @@ def test_an_interrupted_command_leaves_nothing(
 
     monkeypatch.setattr(converting, "run_child", run)
     with pytest.raises(KeyboardInterrupt):
-        Conversion(source, source.with_name("new")).run(Console())
+        Conversion(source, source.with_name("new")).run(silent)
     assert names(source.parent) == ["model.pt"]
 
 
@@ -282,7 +283,7 @@ def test_a_stop_that_comes_when_the_target_is_complete_ends_well(
 
     monkeypatch.setattr(converting, "run_child", run)
     target = source.with_name("new.pt")
-    done = Conversion(source, target).run(Console())
+    done = Conversion(source, target).run(silent)
     assert done["bytes"] == target.stat().st_size
 
 
@@ -292,7 +293,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
     target = source.with_name("new")
     with pytest.raises(ConfigError) as caught:
-        Conversion(source, target, "pt").run(Console())
+        Conversion(source, target, "pt").run(silent)
     assert caught.value.message == (
         f"{target} needs 12.715 KiB, but only 1000 B are free in {source.parent}"
     )

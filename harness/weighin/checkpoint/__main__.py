@@ -2,9 +2,9 @@
 
 ``child.run_child`` starts this module and sends it the request, whose field ``verb`` is make, index or convert.
 The child answers with events. Before it writes any tensor, it sends ``size``, with ``needed_bytes``, and waits
-for the permission. Events ``progress`` have ``done_bytes`` and ``total_bytes``. The last event is ``done``,
-with what a conversion tells, or ``error``, with ``type``, ``message`` and ``repair``. The kernel kills the
-child when its parent ends.
+for the permission. Events ``progress`` have the ``share`` done. The last event is ``done``, with what a
+conversion tells, or ``error``, with ``type``, ``message`` and ``repair``. The kernel kills the child when its
+parent ends.
 """
 
 import sys
@@ -23,7 +23,6 @@ _PROGRESS_EVERY_S: Final = 0.1
 
 
 def main() -> int:
-    """Answer the request of the parent, in the child."""
     end_with_parent()
     parent = Parent()
     if (request := parent.receive()) is None:  # the parent has ended
@@ -33,13 +32,15 @@ def main() -> int:
 
 def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     """Make, index or convert a checkpoint; return the fields of the event ``done``."""
-    meter = Meter(parent, rounds=2 if request.get("verify") else 1)
+    meter = Meter(parent)
     hooks: dict[str, Any] = {"permit": meter.permit, "progress": meter.wrote}
     try:
         if request["verb"] == "convert":
             from weighin.checkpoint.convert import Conversion
 
-            return Conversion.of_request(request).write(**hooks)
+            conversion = Conversion.of_request(request["conversion"])
+            meter.rounds += conversion.verify  # every byte is written and then read back
+            return conversion.write(**hooks)
         from weighin.checkpoint import truth  # imports torch
 
         spec = ModelSpec(**request["model"])
@@ -56,20 +57,17 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
 
 
 class Meter:
-    """Asks the parent for permission to write, and reports the progress at most ten times a second.
+    """Asks the parent for permission to write, and reports the progress at most ten times a second."""
 
-    ``rounds`` is 2 if every byte is written and then read back, and so counts twice; else 1.
-    """
-
-    def __init__(self, parent: Parent, rounds: int = 1) -> None:
+    def __init__(self, parent: Parent) -> None:
+        self.rounds = 1
         self._parent = parent
-        self._rounds = rounds
         self._lock = threading.Lock()
         self._done = self._total = 0
         self._reported_s = 0.0
 
     def permit(self, needed_bytes: int) -> None:
-        self._total = needed_bytes * self._rounds
+        self._total = needed_bytes * self.rounds
         self._parent.send("size", needed_bytes=needed_bytes)
         if self._parent.receive() is None:  # the parent refused the size, or has ended
             sys.exit(0)
@@ -80,7 +78,7 @@ class Meter:
             now = time.monotonic()
             if now - self._reported_s >= _PROGRESS_EVERY_S:
                 self._reported_s = now
-                self._parent.send("progress", done_bytes=self._done, total_bytes=self._total)
+                self._parent.send("progress", share=min(self._done / max(self._total, 1), 1.0))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ strategy (code that loads a checkpoint) cannot change them, unless it runs as ro
 weighin's own process, which does not import torch; a child writes the checkpoints.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -26,24 +27,21 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
 from weighin.cell import ModelSpec
 from weighin.checkpoint import staging
-from weighin.checkpoint.child import run_child
+from weighin.checkpoint.child import Report, run_child
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.files import rename, write_text
+from weighin.files import object_in, rename, try_lock, write_text
 from weighin.stream import formats
 from weighin.stream.pretrained_folder import digest, files_of_adapter
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.suite import registry, user_code
-from weighin.units import format_bytes
-
-Report = Callable[[str, float | None], None]
-"""A function that shows the current step's text, and its share done: 0 to 1, None if unknown."""
 
 _DECIDING: Final = ("peft", "compressed-tensors", "bitsandbytes", "gptqmodel")
 """Packages that compute weights of a folder with an adapter or with quantised weights."""
@@ -123,9 +121,8 @@ def ensure(
     digits = sha256(json.dumps(origin, sort_keys=True, default=str).encode()).hexdigest()
     safe = _UNSAFE.sub("_", model.name).lstrip(".") or "model"
     entry = staging.folder() / "models" / f"{safe[:100]}-{digits[:8]}"
+    manifest, marker = entry / _MANIFEST, entry / f"{fmt}.json"
     report = progress or (lambda _text, _share: None)
-    verb = "reading" if in_place else "converting" if checkpoint else "making"
-    text = f"{verb} the checkpoint of {model.name}"
     request = {
         "verb": "index" if checkpoint else "make",
         "model": asdict(model),
@@ -138,38 +135,43 @@ def ensure(
 
     def make() -> None:
         """Let a child write into a temporary folder, then move the files into the cache."""
+        verb = "reading" if in_place else "converting" if checkpoint else "making"
+        text = f"{verb} the checkpoint of {model.name}"
         report(text, None)
         with staging.own_folder(entry, _TEMPORARY) as temporary:
             run_child(
                 request | {"out": str(temporary)},
-                permit=lambda needed: _check_space(
-                    entry, f"{fmt} checkpoint of {model.name}", needed
+                permit=lambda needed: staging.check_space(
+                    staging.folder(),
+                    f"the {fmt} checkpoint of {model.name}",
+                    needed,
+                    "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the"
+                    " cache: weighin cache clear",
                 ),
-                report=lambda done, total: report(text, min(done / max(total, 1), 1.0)),
+                report=partial(report, text),
                 python_path=python_path,
             )
-            _publish(entry, temporary, fmt, in_place=in_place)
+            _publish(entry, temporary, "" if in_place else fmt)
 
     with _locked(
         entry, lambda: report(f"waiting for another weighin process that uses {entry.name}", None)
     ):
         entry.mkdir(parents=True, exist_ok=True)
         staging.remove_orphans(entry, _TEMPORARY)
-        damage = None if in_place else _damage(entry, fmt)
-        if damage is None and _cached_manifest(entry) is None:
-            damage = f"{_MANIFEST} is damaged" if (entry / _MANIFEST).exists() else ""
-        if damage is not None:
+        found = (manifest if in_place else marker).exists()
+        is_whole = found and _manifest(entry) is not None and (in_place or _is_whole(entry, fmt))
+        if not is_whole:
             try:
                 make()
             except BaseException:
                 if not any(entry.iterdir()):
                     entry.rmdir()
                 raise
-        manifest = entry / _MANIFEST
-        os.utime(manifest if in_place else entry / f"{fmt}.json")  # the time of this use
-    was = f"the cached checkpoint in {entry / fmt} was replaced: {damage}"
+        os.utime(manifest if in_place else marker)  # the time of this use
+    was = f"the cached checkpoint in {entry / fmt} was replaced: its files were changed or removed"
     path = checkpoint if in_place and checkpoint else formats.checkpoint_in(entry, fmt)
-    return Prepared(path, manifest, fmt, damage is not None, in_place, (was,) if damage else ())
+    warnings = (was,) if found and not is_whole else ()
+    return Prepared(path, manifest, fmt, not is_whole, in_place, warnings)
 
 
 def _origin(model: ModelSpec, dtype: str, python_path: Sequence[str]) -> list[object]:
@@ -186,72 +188,50 @@ def _origin(model: ModelSpec, dtype: str, python_path: Sequence[str]) -> list[ob
     return origin
 
 
-def _publish(entry: Path, temporary: Path, fmt: str, *, in_place: bool) -> None:
-    """Move the new files into the cache; write the marker last, to mark only complete formats."""
-    new = read_manifest(temporary / _MANIFEST)
-    old = _cached_manifest(entry)
+def _publish(entry: Path, temporary: Path, fmt: str) -> None:
+    """Move the new manifest, and the files in format ``fmt`` if it names one, into an entry."""
+    new, old = read_manifest(temporary / _MANIFEST), _manifest(entry)
     if old is not None and old.tensors != new.tensors:
         # Another torch version or processor gave other values: discard formats with old values.
         for marker in _markers(entry):
             discard(entry, marker.stem)
-    discard(entry, fmt)
     rename(temporary / _MANIFEST, entry / _MANIFEST)
-    if not in_place:
+    if fmt:
+        discard(entry, fmt)
         rename(temporary / fmt, entry / fmt)
         write_marker(entry, fmt)
 
 
-def _cached_manifest(entry: Path) -> Manifest | None:
+def _manifest(entry: Path) -> Manifest | None:
     try:
         return read_manifest(entry / _MANIFEST)
     except CheckpointError:
         return None
 
 
-def _check_space(entry: Path, what: str, needed_bytes: int) -> None:
-    free = shutil.disk_usage(entry).free
-    if free < needed_bytes:
-        raise ConfigError(
-            f"the {what} needs {format_bytes(needed_bytes)} in {staging.folder()}, but only"
-            f" {format_bytes(free)} are free",
-            "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
-            " weighin cache clear",
-        )
-
-
 def write_marker(entry: Path, fmt: str) -> None:
     """Mark an entry's files of a format as complete, with their sizes and times, and make them read-only."""
-    files = {}
-    for file in sorted((entry / fmt).iterdir()):
+    for file in (entry / fmt).iterdir():
         file.chmod(0o444)
-        files[file.name] = (file.stat().st_size, file.stat().st_mtime_ns)
-    write_text(entry / f"{fmt}.json", json.dumps({"format": fmt, "files": files}))
+    marker = {"format": fmt, "files": _states(entry / fmt)}
+    write_text(entry / f"{fmt}.json", json.dumps(marker))
 
 
-def _damage(entry: Path, fmt: str) -> str | None:
-    """Return what is damaged in a format of an entry; "" if it has no marker, None if nothing is."""
-    try:
-        files: dict[str, list[int]] = json.loads((entry / f"{fmt}.json").read_text())["files"]
-        recorded = [(name, size, mtime_ns) for name, (size, mtime_ns) in files.items()]
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError, KeyError, TypeError):
-        return "its marker is damaged"
-    for name, size, mtime_ns in recorded:
-        try:
-            state = (entry / fmt / name).stat()
-        except OSError:
-            return f"{name} is missing"
-        if state.st_size != size:
-            return f"{name} has {state.st_size:,} bytes, not {size:,}"
-        if state.st_mtime_ns != mtime_ns:
-            return f"{name} was changed after it was made"
-    return None if (entry / _MANIFEST).is_file() else f"{_MANIFEST} is missing"
+def _is_whole(entry: Path, fmt: str) -> bool:
+    return object_in(entry / f"{fmt}.json").get("files") == _states(entry / fmt)
+
+
+def _states(folder: Path) -> dict[str, list[int]]:
+    """Return the size and the time of the last change of each file in a folder."""
+    if not folder.is_dir():
+        return {}
+    states = {file.name: file.stat() for file in sorted(folder.iterdir())}
+    return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
 
 
 def discard(entry: Path, fmt: str) -> None:
-    """Remove the marker, and then the files, of format ``fmt`` from an entry of the cache."""
-    (entry / f"{fmt}.json").unlink(missing_ok=True)
+    """Remove format ``fmt`` from an entry of the cache."""
+    (entry / f"{fmt}.json").unlink(missing_ok=True)  # first: without it, a format is incomplete
     shutil.rmtree(entry / fmt, ignore_errors=True)
 
 
@@ -263,23 +243,19 @@ def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
     path = staging.folder() / "locks" / f"{entry.name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(
             f"cannot write to the cache {staging.folder()}: {error.strerror}",
             "choose another folder: WEIGHIN_CACHE=/path weighin ...",
         ) from error
-    from filelock import FileLock, Timeout  # imports asyncio, which takes 0.05 s
-
-    lock = FileLock(path)
     try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        waiting()
-        lock.acquire()
-    try:
+        if not try_lock(descriptor):
+            waiting()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        lock.release()
+        os.close(descriptor)
 
 
 def list_entries() -> list[CachedCheckpoint]:
@@ -305,11 +281,11 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
     return removed
 
 
-def _entries() -> Iterator[Path]:
+def _entries() -> list[Path]:
     models = staging.folder() / "models"
-    if models.is_dir():
-        # A symbolic link could lead out of the cache.
-        yield from sorted(e for e in models.iterdir() if e.is_dir() and not e.is_symlink())
+    found = sorted(models.iterdir()) if models.is_dir() else []
+    # A symbolic link could lead out of the cache.
+    return [entry for entry in found if entry.is_dir() and not entry.is_symlink()]
 
 
 def _markers(entry: Path) -> list[Path]:
@@ -320,7 +296,7 @@ def _checkpoints(entry: Path) -> Iterator[CachedCheckpoint]:
     markers = _markers(entry)
     for marker in markers:
         files = entry / marker.stem
-        size = sum(file.stat().st_size for file in files.iterdir()) if files.is_dir() else 0
+        size = sum(size for size, _ in _states(files).values())
         yield CachedCheckpoint(entry.name, marker.stem, size, marker.stat().st_mtime, files)
     if not markers and (manifest := entry / _MANIFEST).is_file():
         yield CachedCheckpoint(entry.name, "index", 0, manifest.stat().st_mtime, manifest)

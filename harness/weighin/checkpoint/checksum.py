@@ -30,8 +30,11 @@ CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
 """The dtypes in which a measurement may load floating-point weights."""
 
 PIECE_ELEMENTS: Final = CHUNK_BYTES
-"""The number of elements in a piece of a tensor. A piece has 16 MiB in float32. In any dtype, it
-consists of whole chunks, as ``RunningChecksum`` needs."""
+"""The number of elements in a piece of a tensor: 16 MiB in float32, and whole chunks in any dtype, as
+``RunningChecksum`` needs."""
+
+Sums = dict[str, dict[str, str]]
+"""The checksums of tensors, by name and dtype; several threads set one item each."""
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -60,30 +63,27 @@ class RunningChecksum:
         return f"{self._value:016x}"
 
 
-class Checksums:
-    """The checksums of a tensor in its own dtype and, if floating-point and not kept in it by every model, in
-    all ``CELL_DTYPES``.
+def summing(
+    name: str,
+    pieces: Iterable[torch.Tensor],
+    numel: int,
+    dtype: torch.dtype,
+    sums: Sums,
+    *,
+    is_kept: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Yield the pieces of the tensor ``name``, and then put its checksums into ``sums``: in its own dtype
+    and, if floating-point and not kept in it by every model, in all ``CELL_DTYPES``.
     """
-
-    def __init__(self, numel: int, dtype: torch.dtype, *, is_kept: bool = False) -> None:
-        names = CELL_DTYPES if dtype.is_floating_point and not is_kept else ()
-        self._dtypes = {name: getattr(torch, name) for name in names}
-        self._dtypes.setdefault(dtype_name(dtype), dtype)
-        self._running = {
-            name: RunningChecksum(numel * kind.itemsize) for name, kind in self._dtypes.items()
-        }
-
-    def of(
-        self, pieces: Iterable[torch.Tensor], sums: dict[str, dict[str, str]], name: str
-    ) -> Iterator[torch.Tensor]:
-        """Yield the pieces of the tensor ``name``, and then put its checksums into ``sums``, which several threads
-        may share.
-        """
-        for piece in pieces:
-            for kind, running in self._running.items():
-                running.update(piece.to(self._dtypes[kind]))
-            yield piece
-        sums[name] = {kind: running.hexdigest() for kind, running in self._running.items()}
+    kinds = {dtype_name(dtype): dtype}
+    if dtype.is_floating_point and not is_kept:
+        kinds |= {kind: getattr(torch, kind) for kind in CELL_DTYPES}
+    running = {kind: RunningChecksum(numel * one.itemsize) for kind, one in kinds.items()}
+    for piece in pieces:
+        for kind, one in running.items():
+            one.update(piece.to(kinds[kind]))
+        yield piece
+    sums[name] = {kind: one.hexdigest() for kind, one in running.items()}
 
 
 def pieces_of(tensor: torch.Tensor, elements: int = PIECE_ELEMENTS) -> Iterator[torch.Tensor]:

@@ -1,29 +1,23 @@
 """Write a checkpoint in another format or dtype: ``weighin convert``.
 
-``Conversion.run`` starts a child, which calls ``Conversion.write``, and shows its progress. The child
-reads and writes tensors in pieces of 16 MiB (of float32); with ``model_keys`` it first loads the whole
-model. The files grow in a hidden folder next to the target and get its name when they are complete, so
-that a killed child leaves no target.
+``Conversion.run`` starts a child, which calls ``Conversion.write``. The child reads and writes tensors in
+pieces of 16 MiB (of float32); with ``model_keys`` it first loads the whole model. The files grow in a
+hidden folder next to the target and get its name when they are complete, so that a killed child leaves no
+target.
 """
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-
 from weighin.checkpoint import staging
-from weighin.checkpoint.child import run_child
+from weighin.checkpoint.child import Report, run_child
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
 from weighin.stream import formats, sentence_parts
@@ -49,7 +43,6 @@ if TYPE_CHECKING:
     """The tensors to write, the reader of their values, and what to tell the user of the source."""
 
 AUTO: Final = "auto"
-_FOLDER: Final = "sharded"  # the format for a target without a file's suffix
 _SUFFIXES: Final = {
     ".safetensors": ("safetensors",),
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), ("pt", "pt_legacy")),
@@ -83,31 +76,36 @@ class Conversion:
     model_keys: bool = False
     choice: FolderChoice = AS_SAVED
 
-    def run(self, console: Console, complete: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Convert in a child, show the progress, and return the fields of ``--json``.
+    def run(self, report: Report, complete: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Convert in a child, and return the fields of ``--json``.
 
         ``complete`` is called when the target is complete; a Ctrl-C after that is ignored.
         """
         source_format = formats.detect(self.source)
         request = asdict(self) | {
-            "verb": "convert",
             "source": str(self.source),
             "target": str(self.target),
             "fmt": format_for(self.target, self.fmt),
         }
         done: dict[str, Any] = {}
         started = monotonic()
-        with _shown(console, f"{self.source.name} to {self.target.name}") as report:
-            try:
-                done = run_child(request, permit=self._check_space, report=report)
-                complete()
-            except BaseException as error:
-                try:  # the files of a child that was killed
-                    staging.remove_dead(self.target)
-                except (ConfigError, OSError) as left:
-                    error.add_note(str(left))
-                if not isinstance(error, KeyboardInterrupt) or not self.target.exists():
-                    raise
+        try:
+            done = run_child(
+                {"verb": "convert", "conversion": request},
+                permit=lambda needed: staging.check_space(
+                    self.target.parent,
+                    str(self.target),
+                    needed,
+                    "name a target on another disk, or free some space",
+                ),
+                report=partial(report, f"{self.source.name} to {self.target.name}"),
+            )
+            complete()
+        except BaseException as error:
+            with suppress(ConfigError, OSError):
+                staging.remove_dead(self.target)  # the files of a child that was killed
+            if not isinstance(error, KeyboardInterrupt) or not self.target.exists():
+                raise
         return {
             "source": str(self.source),
             "source_format": source_format,
@@ -121,22 +119,14 @@ class Conversion:
         }
 
     @classmethod
-    def of_request(cls, request: Mapping[str, Any]) -> "Conversion":
+    def of_request(cls, fields: dict[str, Any]) -> "Conversion":
+        kinds = {"source": Path, "target": Path}
+        parts = {"selection": Selection, "choice": FolderChoice}
         return cls(
-            **{name: value for name, value in request.items() if name not in ("verb", "event")}
-            | {"source": Path(request["source"]), "target": Path(request["target"])}
-            | {"selection": Selection(**request["selection"])}
-            | {"choice": FolderChoice(**request["choice"])}
+            **fields
+            | {name: kind(fields[name]) for name, kind in kinds.items()}
+            | {name: kind(**fields[name]) for name, kind in parts.items()}
         )
-
-    def _check_space(self, needed_bytes: int) -> None:
-        free = shutil.disk_usage(self.target.parent).free
-        if free < needed_bytes:
-            raise ConfigError(
-                f"{self.target} needs {format_bytes(needed_bytes)}, "
-                f"but only {format_bytes(free)} are free in {self.target.parent}",
-                "name a target on another disk, or free some space",
-            )
 
     def check_target(self) -> None:
         """Raise ConfigError if the target exists or cannot be made, or is inside the source."""
@@ -151,10 +141,6 @@ class Conversion:
         if self.source.resolve() in self.target.resolve().parents:
             raise ConfigError(
                 f"{self.target} is inside {self.source}", "name a target outside of the source"
-            )
-        if len(os.fsencode(self.target.name)) > (most := os.pathconf(folder, "PC_NAME_MAX")):
-            raise ConfigError(
-                "the target's name is too long", f"give it a name of at most {most} bytes"
             )
 
     def write(
@@ -187,9 +173,9 @@ class Conversion:
                 yield converted
             sums[name] = running.hexdigest()
 
-        fmt, most = format_for(self.target, self.fmt), self.max_shard_bytes
         stored = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
         permit(RECORD_BYTES * len(tensors) + stored)
+        fmt, most = format_for(self.target, self.fmt), self.max_shard_bytes
         started = monotonic()
         with staging.growing_beside(self.target) as temporary:
             new = temporary / self.target.name
@@ -237,20 +223,21 @@ class Conversion:
 
         folder, choice = folder_of(self.source), self.choice
         dtype = getattr(torch, self.dtype) if self.dtype else None
-        is_gguf = formats.detect(self.source) == gguf.NAME
-        if not is_gguf and not is_pretrained(folder):
+        model_class = choice.model_class
+        if formats.detect(self.source) == gguf.NAME:
+            folder = gguf.file_of(self.source)
+        elif not is_pretrained(folder):
             raise ConfigError(
                 f"--keys model needs the model's class, and {folder} has no config.json",
                 "name a folder that save_pretrained wrote, or leave --keys out",
             )
-        model_class = choice.model_class
-        if not is_gguf:
+        else:
             if folder != self.source:
                 from_pretrained_arguments(self.source)  # raises if another file would be read
             if not model_class and sentence_parts.has_more_parts(folder):
                 model_class = read_folder(folder, choice).wanted  # the transformer alone
         state = load_pretrained(
-            gguf.file_of(self.source) if is_gguf else folder,
+            folder,
             dtype=dtype or "auto",
             trust_remote_code=choice.trust_remote_code,
             variant=variant_of(self.source),
@@ -283,16 +270,17 @@ def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progre
         if checksum_of(where, progress) != sums[where.name]:
             wrong.append(where.name)
 
-    slices = formats.read(new)
-    what = "other names, shapes, dtypes or ties than the source"
-    is_same = plans(slices) == list(tensors)
-    if is_same:
+    slices, what = formats.read(new), ""
+    if plans(slices) != list(tensors):
+        what = "names, shapes, dtypes or ties than the source"
+    else:
         tied = {plan.name for plan in tensors if plan.shared_with is not None}
         run_parallel(partial(check, where) for where in slices if where.name not in tied)
-        what = f"other values than the source in {', '.join(sorted(wrong)[:3])}"
-    if wrong or not is_same:
+        if wrong:
+            what = f"values than the source in {', '.join(sorted(wrong)[:3])}"
+    if what:
         raise CheckpointError(
-            f"{new.name}: the written checkpoint has {what}; it was removed",
+            f"{new.name}: the written checkpoint has other {what}; it was removed",
             "test this machine's disk and memory for faults, then run weighin convert again",
         )
 
@@ -307,18 +295,17 @@ def format_for(target: Path, fmt: str) -> str:
     if fmt == AUTO and not suffix and re.fullmatch(r"\.[A-Za-z]{1,12}", target.suffix):
         raise ConfigError(
             f"{target}: no format of checkpoints has the suffix {target.suffix}",
-            f"name the target model.safetensors or model.pt; to write a folder of shards of this name,"
-            f" add --format {_FOLDER}",
+            "name the target model.safetensors or model.pt; to write a folder of shards of this name,"
+            " add --format sharded",
         )
     if fmt == AUTO:
-        return expected[0] if expected else _FOLDER
+        return expected[0] if expected else "sharded"
     own = formats.suffix_of(fmt)
     if suffix and fmt not in expected:
-        other = f"{target.name[: -len(suffix)]}{own}"
         raise ConfigError(
             f"{target}: {suffix} is the suffix of format {expected[0]}, but --format says {fmt}",
             f"to write {expected[0]}, leave --format out; for the format of --format, name the"
-            f" target {other}",
+            f" target {target.name[: -len(suffix)]}{own}",
         )
     return fmt
 
@@ -338,25 +325,3 @@ def sentence(done: Mapping[str, Any]) -> str:
         names = one_line(first_names(map(plain, done["left_out"])))
         text += f"; left out, because they are no tensors: {names}"
     return text
-
-
-@contextmanager
-def _shown(console: Console, text: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress; yield a function that takes the number of bytes done and the total."""
-    started = monotonic()
-    with Bar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.percentage:>3.0f} %  {task.fields[speed]}"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task(escape(text), total=None, speed="")
-
-        def report(done_bytes: int, total_bytes: int) -> None:
-            speed = f"{done_bytes / GIB / max(monotonic() - started, 1e-9):.2f} GiB/s"
-            bar.update(task, completed=done_bytes, total=total_bytes, speed=speed)
-
-        yield report

@@ -6,7 +6,7 @@ data, and import no torch. Compute from the sizes how much memory each strategy 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from shlex import quote
@@ -22,7 +22,7 @@ from weighin.stream.foreign import remembering
 from weighin.stream.pickles import type_name
 from weighin.stream.pretrained_folder import CONFIG, adapter_note, is_pretrained
 from weighin.stream.pretrained_library import WHOLE, Selection, library_in
-from weighin.stream.slices import Footprint, Slice, footprint, ties
+from weighin.stream.slices import Checkpoint, Footprint, Slice, footprint, ties
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.text import first_names, one_line, plain
@@ -45,21 +45,19 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Document:
     CheckpointError: ``path`` is not a checkpoint, all its tensors are empty, or a file is damaged.
     """
     slices = formats.read(path, selection)
-    layout = slices.format
+    layout, root = slices.format, _root(path)
     formats.refuse_empty(path, slices)
-    root = path if path.is_dir() else path.parent
     tensors = [*_tensors(root, slices)]
     files = [{"name": _relative(file, root), "bytes": file.stat().st_size} for file in slices.files]
     once = [tensor for tensor in tensors if tensor["tied_to"] is None]
-    sized = footprint(slices)
+    sized, sizes = footprint(slices), {tensor["name"]: tensor["bytes"] for tensor in once}
+    in_place = sized if not selection and slices.only_tensors else None
     library = library_in(object_in(root / CONFIG)).name if is_pretrained(root) else ""
     usable = [
         info
         for info in registry.strategies().values()
         if not info.needs_adapter and info.pretrained in ("", library)
     ]
-    in_place = not selection and slices.only_tensors
-    sizes = {tensor["name"]: tensor["bytes"] for tensor in once}
     found = quantised.in_checkpoint(path, slices)
     return {
         "path": str(path),
@@ -81,10 +79,10 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Document:
         "values": [
             {"name": name, "type": type_name(value)} for name, value in slices.values.items()
         ],
-        "expected": [*expected(usable, layout, sizes, sized if in_place else None)],
+        "expected": [*expected(usable, layout, sizes, in_place)],
         "quantised": found.as_json() if found else None,
         "adapter": adapter_note(root) or None,
-        "notes": [*_notes(path, sized, slices.values, adapter_note(root), found)],
+        "notes": [*_notes(path, sized, slices, found)],
     }
 
 
@@ -130,6 +128,10 @@ def expected(
         }
 
 
+def _root(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
 def _tensors(root: Path, slices: Sequence[Slice]) -> Iterator[Document]:
     tied = ties(slices)
     firsts: dict[tuple[Path, int], str] = {}
@@ -157,11 +159,7 @@ def _relative(file: Path, root: Path) -> str:
 
 
 def _notes(
-    path: Path,
-    sized: Footprint,
-    values: Mapping[str, object],
-    adapter: str,
-    found: quantised.Quantised | None,
+    path: Path, sized: Footprint, slices: Checkpoint, found: quantised.Quantised | None
 ) -> Iterator[str]:
     """Yield what distinguishes the checkpoint from a plain dict of tensors."""
     if sized.unused_bytes:
@@ -175,10 +173,10 @@ def _notes(
             f"repeated (expanded) elements: {first_names(map(plain, sized.repeated))}; the storages have"
             f" {format_bytes(sized.storage_bytes)}, a model has {format_bytes(sized.tensor_bytes)}"
         )
-    if values:
-        kinds = (f"{plain(name)} ({type_name(value)})" for name, value in values.items())
+    if slices.values:
+        kinds = (f"{plain(name)} ({type_name(value)})" for name, value in slices.values.items())
         yield f"left out, because they are no tensors: {one_line(first_names(kinds))}"
-    if adapter:
+    if adapter := adapter_note(_root(path)):
         yield adapter
     if found:
         yield found.summary
@@ -196,25 +194,52 @@ def _notes(
 
 def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> list[Table | str]:
     """Return what ``weighin inspect`` prints for a checkpoint; UnknownName: ``sort`` is not one of SORTS."""
-    layout = found["layout"]
-    heads = ("strategy", "reads this format", "anonymous", "file-backed")
-    rows = [
+    layout, totals = found["layout"], found["totals"]
+    tensors = _in_order(found["tensors"], sort, lambda one: int(one["bytes"]))
+    types = Counter(one["encoding"] or one["dtype"] for one in tensors)
+    is_encoded = any(one["encoding"] for one in tensors)
+    counts = {
+        "sharing a storage with an earlier one": totals["shared"],
+        "not contiguous": sum(not one["contiguous"] for one in tensors),
+    }
+    marked = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    lines = [
+        f"{one_line(found['path'])}: format {layout}, {totals['tensors']} tensors"
+        + (f" ({marked})" if marked else "")
+        + f", {totals['numbers']:,} elements (parameters and buffers), {format_bytes(totals['bytes'])}"
+    ]
+    if found["architecture"]:
+        lines.append(f"architecture: {one_line(found['architecture'])}")
+    if is_encoded:
+        listed = ", ".join(f"{name} ({count})" for name, count in types.most_common())
+        lines.append(
+            f"quantised: {listed}; {format_bytes(totals['stored_bytes'])} as stored,"
+            f" {format_bytes(totals['bytes'])} dequantised"
+        )
+    largest = max(found["tensors"], key=lambda one: int(one["bytes"]))
+    lines.append(f"largest: {one_line(largest['name'], 100)}, {format_bytes(largest['bytes'])}")
+    files = [f"{file['name']} ({format_bytes(file['bytes'])})" for file in found["files"]]
+    more = f" and {len(files) - _SHOWN_FILES} more" if len(files) > _SHOWN_FILES else ""
+    lines.append(f"files: {one_line(', '.join(files[:_SHOWN_FILES]))}{more}")
+
+    def needed(size_bytes: int | None) -> str:
+        return "-" if size_bytes is None else format_bytes(size_bytes)
+
+    needs = [
         [
             need["strategy"],
             "yes" if layout in need["layouts"] else f"no: use --format {need['layouts'][0]}",
-            *(
-                "-" if need[size] is None else format_bytes(need[size])
-                for size in ("anonymous_bytes", "mapped_bytes")
-            ),
+            needed(need["anonymous_bytes"]),
+            needed(need["mapped_bytes"]),
         ]
         for need in sorted(found["expected"], key=lambda need: layout not in need["layouts"])
     ]
-    needs = Table.of(heads, rows, names=2, title="expected peak of a load on the CPU")
+    heads = ("strategy", "reads this format", "anonymous", "file-backed")
     return [
-        _tensor_table(_in_order(found["tensors"], sort, lambda one: int(one["bytes"])), show_all),
-        *_summary(found),
+        _tensor_table(tensors, is_encoded=is_encoded, show_all=show_all),
+        *lines,
         *found["notes"],
-        needs,
+        Table.of(heads, needs, names=2, title="expected peak of a load on the CPU"),
         "The expected peaks are computed from sizes, not measured, and leave out the memory of"
         " `import torch`. weighin bench measures them.",
     ]
@@ -231,64 +256,28 @@ def _in_order(
     return sorted(items, key=lambda item: str(item["name"])) if sort == "name" else list(items)
 
 
-def _tensor_table(tensors: list[Document], show_all: bool) -> Table:
-    sharing = any(tensor["shared_with"] for tensor in tensors)
-    encoded = any(tensor["encoding"] for tensor in tensors)
-    columns = [
-        *(Column(head, is_name=True) for head in ("tensor", "shape", "dtype")),
-        Column("size"),
-        *([Column("dequantised")] if encoded else []),
-        Column("offset"),
-        *([Column("shared with", is_name=True)] if sharing else []),
-    ]
-    rows: list[list[Entry | str]] = [
-        [
-            one_line(tensor["name"], 100),
-            " x ".join(map(str, tensor["shape"])) or "scalar",
-            tensor["encoding"] or tensor["dtype"],
-            format_bytes(tensor["stored_bytes"]),
-            *([format_bytes(tensor["bytes"]) if tensor["encoding"] else ""] if encoded else []),
-            f"{tensor['offset']:,}",
-            *([one_line(tensor["shared_with"] or "", 100)] if sharing else []),
-        ]
-        for tensor in tensors
-    ]
+def _tensor_table(tensors: list[Document], *, is_encoded: bool, show_all: bool) -> Table:
+    texts: dict[str, Callable[[Document], str]] = {
+        "tensor": lambda one: one_line(one["name"], 100),
+        "shape": lambda one: " x ".join(map(str, one["shape"])) or "scalar",
+        "dtype": lambda one: one["encoding"] or one["dtype"],
+        "size": lambda one: format_bytes(one["stored_bytes"]),
+        "dequantised": lambda one: format_bytes(one["bytes"]) if one["encoding"] else "",
+        "offset": lambda one: f"{one['offset']:,}",
+        "shared with": lambda one: one_line(one["shared_with"] or "", 100),
+    }
+    if not is_encoded:
+        del texts["dequantised"]
+    if not any(one["shared_with"] for one in tensors):
+        del texts["shared with"]
+    names = ("tensor", "shape", "dtype", "shared with")
+    columns = [Column(title, is_name=title in names) for title in texts]
+    rows: list[list[Entry | str]] = [[text(one) for text in texts.values()] for one in tensors]
     if not show_all and (left_out := len(tensors) - _SHOWN_ROWS) > 0:
         more = Entry(f"... {left_out:,} more (--all)", kind="dim")
         half = _SHOWN_ROWS // 2
         rows[half : half + left_out] = [[more, *[""] * (len(columns) - 1)]]
     return Table("", columns, rows)
-
-
-def _summary(found: Document) -> Iterator[str]:
-    totals, tensors = found["totals"], found["tensors"]
-    counts = {
-        "sharing a storage with an earlier one": totals["shared"],
-        "not contiguous": sum(not tensor["contiguous"] for tensor in tensors),
-    }
-    marked = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    yield (
-        f"{one_line(found['path'])}: format {found['layout']}, {totals['tensors']} tensors"
-        + (f" ({marked})" if marked else "")
-        + f", {totals['numbers']:,} elements (parameters and buffers), {format_bytes(totals['bytes'])}"
-    )
-    if found["architecture"]:
-        yield f"architecture: {one_line(found['architecture'])}"
-    if any(tensor["encoding"] for tensor in tensors):
-        types = Counter(tensor["encoding"] or tensor["dtype"] for tensor in tensors)
-        listed = ", ".join(f"{name} ({count})" for name, count in types.most_common())
-        yield (
-            f"quantised: {listed}; {format_bytes(totals['stored_bytes'])} as stored,"
-            f" {format_bytes(totals['bytes'])} dequantised"
-        )
-    largest = max(tensors, key=lambda tensor: int(tensor["bytes"]))
-    yield f"largest: {one_line(largest['name'], 100)}, {format_bytes(largest['bytes'])}"
-    files = [f"{file['name']} ({format_bytes(file['bytes'])})" for file in found["files"]]
-    more = len(files) - _SHOWN_FILES
-    yield (
-        f"files: {one_line(', '.join(files[:_SHOWN_FILES]))}"
-        + (f" and {more} more" if more > 0 else "")
-    )
 
 
 def inspect_pipeline(path: Path) -> Document:
@@ -307,13 +296,13 @@ def inspect_pipeline(path: Path) -> Document:
             **dict.fromkeys(("layout", "dtypes", "files", "totals", "error")),
         }
         try:
-            inspected = inspect(part.path)
+            inside = inspect(part.path)
         except HarnessError as error:
             about["error"] = one_line(f"{error.message}. {error.repair}")
         else:
-            dtypes = Counter(tensor["dtype"] for tensor in inspected["tensors"]).most_common()
-            about["dtypes"] = [dtype for dtype, _ in dtypes]
-            about |= {key: inspected[key] for key in ("layout", "files", "totals")}
+            about |= {key: inside[key] for key in ("layout", "files", "totals")}
+            dtypes = Counter(tensor["dtype"] for tensor in inside["tensors"])
+            about["dtypes"] = [dtype for dtype, _ in dtypes.most_common()]
         parts.append(about)
     read = [each["totals"] for each in parts if each["totals"]]
     folders = [part for part in found.parts if part.path.is_dir()]

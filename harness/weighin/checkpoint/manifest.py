@@ -76,12 +76,9 @@ def read_manifest(path: Path) -> Manifest:
         fields = json.loads(path.read_text())
         if fields.pop("schema") != SCHEMA:
             raise CheckpointError(f"{path}: another version of weighin wrote this manifest", repair)
-        tensors = tuple(
-            TensorEntry(**{**entry, "shape": tuple(entry["shape"])})
-            for entry in fields.pop("tensors")
-        )
+        for entry in fields["tensors"]:
+            entry["shape"] = tuple(entry["shape"])
+        tensors = tuple(TensorEntry(**entry) for entry in fields.pop("tensors"))
         return Manifest(tensors=tensors, **fields)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot read manifest: {error.strerror}", repair) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: damaged manifest: {error!r}", repair) from error

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from weighin.errors import ConfigError
 from weighin.files import try_lock
+from weighin.units import format_bytes
 
 _LONGEST_NAME: Final = 100  # characters of the target's name; file systems allow 255 bytes
 
@@ -52,6 +53,14 @@ def used(chosen: Path) -> Iterator[None]:
             os.environ["WEIGHIN_CACHE"] = before
 
 
+def check_space(folder: Path, what: str, needed_bytes: int, repair: str) -> None:
+    """Raise ConfigError ("WHAT needs ..., but only ... are free") if the folder's disk lacks space."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        needed, free = format_bytes(needed_bytes), format_bytes(free_bytes)
+        raise ConfigError(f"{what} needs {needed}, but only {free} are free in {folder}", repair)
+
+
 @contextmanager
 def growing_beside(target: Path) -> Iterator[Path]:
     """Yield an empty folder next to the target, on the same disk; remove the folder at the end."""
@@ -74,9 +83,8 @@ def remove_orphans(root: Path, prefix: str = "") -> list[Path]:
     """Remove the folders with this prefix whose processes were killed, and return their paths."""
     removed = []
     for leftover in sorted(root.glob(f"{prefix}*")):
-        with suppress(
-            ConfigError, OSError
-        ):  # the folder's process runs, or another user owns the folder
+        # Its process runs, or another user owns the folder.
+        with suppress(ConfigError, OSError):
             _remove(leftover, _lock(leftover, leftover))
             removed.append(leftover)
     return removed

@@ -6,11 +6,11 @@ of a parameter; buffers keep the constructor's values. This module runs in a chi
 the buffers and a few pieces of 16 MiB, or for the whole model if it has non-persistent buffers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -20,9 +20,10 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import (
     CELL_DTYPES,
     PIECE_ELEMENTS,
-    Checksums,
+    Sums,
     checksum,
     pieces_of,
+    summing,
 )
 from weighin.checkpoint.manifest import Kind, Manifest, TensorEntry
 from weighin.checkpoint.reader import RECORD_BYTES, checksum_of, read_pieces, widest_dtype
@@ -47,7 +48,6 @@ from weighin.stream.pretrained_folder import (
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of, module_of
 from weighin.stream.quantised import of_model, refuse_codes
 from weighin.stream.slices import (
-    Pieces,
     Progress,
     Slice,
     TensorPlan,
@@ -58,8 +58,8 @@ from weighin.stream.tensors import named_tensors, non_persistent_buffers
 from weighin.stream.write import run_parallel, write
 from weighin.text import one_line, plain
 
-Sums = dict[str, dict[str, str]]
-"""The checksums of tensors, by name and dtype; several threads set one item each."""
+Permit = Callable[[int], None]
+"""A function that is called with an upper bound of the bytes to write, before anything is written."""
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
@@ -67,14 +67,20 @@ _SCALES: Final = frozenset({"weight", "scale", "gamma"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A tensor of a model, of which some values are uninitialised. ``is_kept``: it keeps its own floating-point
-    dtype, whatever dtype the model is built in.
+    """A tensor of a model, of which some values are uninitialised.
+
+    Attributes:
+        dtype: the dtype in the checkpoint, if not that of ``tensor``.
+        place: equal for tensors whose values are the same, and so are read only once.
+        is_kept: whether it keeps its own floating-point dtype, whatever dtype the model is built in.
     """
 
     name: str
     tensor: torch.Tensor
     kind: Kind
     shared_with: str | None
+    dtype: torch.dtype
+    place: object
     is_kept: bool = False
 
     @property
@@ -83,23 +89,21 @@ class Described:
         return self.kind != "non_persistent_buffer"
 
     @property
-    def plan(self) -> TensorPlan:
-        shape = tuple(self.tensor.shape)
-        return TensorPlan(self.name, shape, self.tensor.dtype, self.shared_with)
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
 
-    def entry(self, checksums: dict[str, str], dtype: torch.dtype | None = None) -> TensorEntry:
-        """Return the entry for a manifest; ``dtype`` is that in the file, if not the model's."""
-        kind = dtype or self.tensor.dtype
-        size = self.tensor.numel() * kind.itemsize
-        shape, name = tuple(self.tensor.shape), dtype_name(kind)
-        return TensorEntry(self.name, shape, name, size, self.kind, self.shared_with, checksums)
+    def entry(self, checksums: dict[str, str]) -> TensorEntry:
+        size, name = self.tensor.numel() * self.dtype.itemsize, dtype_name(self.dtype)
+        return TensorEntry(
+            self.name, self.shape, name, size, self.kind, self.shared_with, checksums
+        )
 
 
 def describe(
     spec: ModelSpec, *, real_buffers: RealBuffers, dtype: torch.dtype | None = None
-) -> list[Described]:
-    """Return a model's tensors, built in ``dtype`` (by default that of its published files, or float32): its
-    state dict, then non-persistent buffers.
+) -> dict[str, Described]:
+    """Return a model's tensors by name, built in ``dtype`` (by default that of its published files, or
+    float32): its state dict, then non-persistent buffers.
     """
     builder, dtype = spec.builder, dtype or getattr(torch, own_dtype(spec))
     build = resolve_builder(builder)
@@ -111,44 +115,98 @@ def describe(
             "run the model once in the builder, or give the lazy layers their sizes",
         )
     for name, value in model.state_dict(keep_vars=True).items():
-        if name not in own or value is not own[name]:
+        if value is not own.get(name):
             raise ConfigError(
                 f"builder {builder}: {name!r} in the state dict is neither a parameter nor a buffer",
                 "name another builder: weighin cannot measure a model with state-dict hooks or"
                 " extra state",
             )
-    described = [*described_in(model)]
-    if not described:
+    if not own:
         raise ConfigError(
             f"builder {builder}: the model has no parameters and no buffers",
             "name a builder whose model has weights: --model package.module:callable",
         )
-    if not getattr(model, "keeps_dtypes", False):
-        return described
-    return [
-        replace(one, is_kept=one.tensor.is_floating_point() and one.tensor.dtype != dtype)
-        for one in described
-    ]
+    return _described(model, dtype if getattr(model, "keeps_dtypes", False) else None)
 
 
-def described_in(model: torch.nn.Module) -> Iterator[Described]:
-    """Yield the tensors of a model: its state dict in order, then its non-persistent buffers."""
+def _described(model: torch.nn.Module, usual: torch.dtype | None = None) -> dict[str, Described]:
+    """Return the tensors of a model; those of another floating-point dtype than ``usual`` are kept."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     persistent = model.state_dict(keep_vars=True)
     tensors = dict(persistent)
     for name, (owner, leaf) in non_persistent_buffers(model):
         tensors[name] = owner._buffers[leaf]
     firsts: dict[int, str] = {}
+    described = {}
     for name, tensor in tensors.items():
         kind: Kind = "persistent_buffer" if name in persistent else "non_persistent_buffer"
         if name in parameters:
             kind = "parameter"
         first = firsts.setdefault(id(tensor), name)
-        yield Described(name, tensor.detach(), kind, None if first == name else first)
+        shared_with = None if first == name else first
+        dtype = tensor.dtype
+        is_kept = usual is not None and dtype.is_floating_point and dtype != usual
+        described[name] = Described(name, tensor.detach(), kind, shared_with, dtype, first, is_kept)
+    return described
 
 
-def plans(described: Iterable[Described]) -> list[TensorPlan]:
-    return [one.plan for one in described if one.is_stored]
+def plans(described: Mapping[str, Described]) -> list[TensorPlan]:
+    return [
+        TensorPlan(one.name, one.shape, one.dtype, one.shared_with)
+        for one in described.values()
+        if one.is_stored
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Truth:
+    """The tensors of a model by name; ``sums`` gets the checksums of the ``values`` that are read."""
+
+    spec: ModelSpec
+    described: Mapping[str, Described]
+    values: Callable[[Described], Iterator[torch.Tensor]]
+    sums: Sums
+
+    def write(self, folder: Path, fmt: str, progress: Progress | None) -> None:
+        target = formats.checkpoint_in(folder, fmt)
+        target.parent.mkdir(exist_ok=True)
+        write(fmt, target, plans(self.described), self._pieces, progress)
+
+    def manifest(
+        self, source: str, folder: Path, keys: str = "", in_file: Sums | None = None
+    ) -> Manifest:
+        """Read the tensors that were not written, and write the manifest."""
+        by_place: dict[object, list[str]] = {}
+        for one in self.described.values():
+            by_place.setdefault(one.place, []).append(one.name)
+        run_parallel(partial(self._read, names) for names in by_place.values())
+        entries = []
+        for one in self.described.values():
+            first, sums = one.shared_with or one.name, self.sums[one.name]
+            if one.is_stored and sums != self.sums[first]:
+                raise CheckpointError(
+                    f"{source}: {one.name!r} and {first!r} are one tensor in the model, but have"
+                    " different values in the file",
+                    "choose the model from which this checkpoint was saved",
+                )
+            read = (in_file or {}).get(first)
+            entries.append(replace(one.entry(sums), file_checksums=None if read == sums else read))
+        manifest = Manifest(self.spec.name, self.spec.builder, source, tuple(entries), keys)
+        manifest.write(folder / "manifest.json")
+        return manifest
+
+    def _pieces(self, name: str) -> Iterator[torch.Tensor]:
+        one = self.described[name]
+        numel = one.tensor.numel()
+        return summing(name, self.values(one), numel, one.dtype, self.sums, is_kept=one.is_kept)
+
+    def _read(self, names: list[str]) -> None:
+        """Read the values of tied tensors, unless they were read under one of their names."""
+        known = next((name for name in names if name in self.sums), names[0])
+        if known not in self.sums:
+            deque(self._pieces(known), maxlen=0)
+        for name in names:
+            self.sums.setdefault(name, self.sums[known])
 
 
 def make(
@@ -157,34 +215,27 @@ def make(
     seed: int,
     fmt: str,
     folder: Path,
-    permit: Callable[[int], None] = lambda _: None,
+    permit: Permit = lambda _: None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write a checkpoint and its ``manifest.json`` into ``folder``, which must be empty.
 
-    The tensors have the dtype of the model's published files, or float32. ``permit`` is called with an upper
-    bound of the bytes to write, before anything is written.
+    The tensors have the dtype of the model's published files, or float32.
     """
     formats.suffix_of(fmt)  # raises for a format that is not written
     map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     described = describe(spec, real_buffers="all")
-    stored = [one for one in described if one.is_stored]
-    permit(sum(RECORD_BYTES + (0 if one.shared_with else one.tensor.nbytes) for one in stored))
-    sums: Sums = {}
-    by_name = {one.name: one for one in described}
+    tensors = plans(described)
+    permit(sum(RECORD_BYTES + (0 if one.shared_with else one.nbytes) for one in tensors))
 
-    def pieces(name: str) -> Iterator[torch.Tensor]:
-        one, tensor = by_name[name], by_name[name].tensor
+    def values(one: Described) -> Iterator[torch.Tensor]:
         is_drawn = one.kind == "parameter"
-        values = parameter_pieces(seed, name, tensor) if is_drawn else pieces_of(tensor)
-        running = Checksums(tensor.numel(), tensor.dtype, is_kept=one.is_kept)
-        return running.of(values, sums, name)
+        return parameter_pieces(seed, one.name, one.tensor) if is_drawn else pieces_of(one.tensor)
 
-    _write(fmt, folder, plans(described), pieces, progress)
-    sums |= _buffer_checksums(spec, described)
-    entries = tuple(one.entry(sums[one.shared_with or one.name]) for one in described)
-    return _written(folder, Manifest(spec.name, spec.builder, f"seed {seed}", entries))
+    truth = _Truth(spec, described, values, _buffer_sums(spec, described))
+    truth.write(folder, fmt, progress)
+    return truth.manifest(f"seed {seed}", folder)
 
 
 def index(
@@ -195,14 +246,14 @@ def index(
     folder: Path,
     dtype: str = "float32",
     selection: Selection = WHOLE,
-    permit: Callable[[int], None] = lambda _: None,
+    permit: Permit = lambda _: None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
     Tensors are read piece by piece, but a Hugging Face folder is loaded in ``dtype`` by its own library. The
     checkpoint is converted if its format is not ``fmt``, it holds objects other than tensors, or
-    ``selection`` is not ``WHOLE``. ``permit`` is called as by ``make``.
+    ``selection`` is not ``WHOLE``.
     """
     formats.known(fmt)
     map_large_tensors()
@@ -211,56 +262,25 @@ def index(
         return _index_folder(spec, checkpoint, fmt, folder, dtype, permit, progress)
     torch.set_num_threads(1)  # the readers run in several threads of their own
     slices = formats.read(checkpoint, selection)
-    own = slices.format
     check_converts(checkpoint, slices, NOT_MEASURED)
-    converts = own != fmt or bool(selection) or not slices.only_tensors
-    places = {where.name: where for where in slices}
+    converts = slices.format != fmt or bool(selection) or not slices.only_tensors
     described = describe(spec, real_buffers="non_persistent")
-    refuse_codes(checkpoint, slices, [one.name for one in described])
-    check_fits(checkpoint, spec.name, places, described)
+    refuse_codes(checkpoint, slices, [*described])
+    places = {where.name: where for where in slices}
+    _check_fits(checkpoint, spec.name, places, described)
     if converts and not slices:
         raise CheckpointError(
             f"{checkpoint}: holds no tensors, but the format {fmt} needs some",
-            f"load the checkpoint in its own format: --format {own}",
+            f"load the checkpoint in its own format: --format {slices.format}",
         )
     permit(sum(RECORD_BYTES + one.nbytes for one in slices) if converts else 0)
-    kept = {one.name for one in described if one.is_kept}
-    sums: Sums = {}
-
-    def pieces(name: str) -> Iterator[torch.Tensor]:
-        place = places[name]
-        running = Checksums(prod(place.shape), place.dtype, is_kept=name in kept)
-        return running.of(read_pieces(place), sums, name)
-
-    def complete(names: list[str]) -> None:
-        """Compute the checksums of tied tensors that no writer has read; read them only once."""
-        summed = next((name for name in names if name in sums), names[0])
-        for piece in pieces(summed) if summed not in sums else ():
-            if progress is not None and not converts:
-                progress(piece.nbytes)
-        for name in names:
-            sums.setdefault(name, sums[summed])
-
+    for name, place in places.items():
+        described[name] = replace(described[name], dtype=place.dtype, place=place.place)
+    sums = _buffer_sums(spec, described)
+    truth = _Truth(spec, described, lambda one: read_pieces(places[one.name]), sums)
     if converts:
-        tensors = [replace(plan, dtype=places[plan.name].dtype) for plan in plans(described)]
-        _write(fmt, folder, tensors, pieces, progress)
-    groups: dict[object, list[str]] = {}
-    for name, where in places.items():
-        groups.setdefault(where.place, []).append(name)
-    run_parallel(partial(complete, group) for group in groups.values())
-    for one in described:
-        if one.is_stored and one.shared_with and sums[one.name] != sums[one.shared_with]:
-            raise CheckpointError(
-                f"{checkpoint}: {one.name!r} and {one.shared_with!r} are one tensor in the model, "
-                "but have different values in the file",
-                "choose the model from which this checkpoint was saved",
-            )
-    sums |= _buffer_checksums(spec, described)
-    entries = tuple(
-        one.entry(sums[one.name], places[one.name].dtype if one.is_stored else None)
-        for one in described
-    )
-    return _written(folder, Manifest(spec.name, spec.builder, str(checkpoint), entries))
+        truth.write(folder, fmt, progress)
+    return truth.manifest(str(checkpoint), folder)
 
 
 def _index_folder(
@@ -269,7 +289,7 @@ def _index_folder(
     fmt: str,
     folder: Path,
     dtype: str,
-    permit: Callable[[int], None],
+    permit: Permit,
     progress: Progress | None,
 ) -> Manifest:
     """Write the manifest of a Hugging Face folder: the tensors that its library loads in ``dtype``.
@@ -278,52 +298,43 @@ def _index_folder(
     in float32 for a GGUF file.
     """
     slices = formats.read(checkpoint)
-    own = slices.format
-    if (quantised := of_model(spec)) and own != fmt:
+    is_gguf, in_place, quantised = slices.format == gguf.NAME, slices.format == fmt, of_model(spec)
+    if quantised and not in_place:
         raise CheckpointError(
             f"{checkpoint}: {quantised.summary}; from_pretrained reads these weights from the format"
-            f" {own}, not from {fmt}",
+            f" {slices.format}, not from {fmt}",
             "leave --format out",
         )
-    permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
+    permit(0 if in_place else sum(RECORD_BYTES + where.nbytes for where in slices))
     sums: Sums = {}
-    if own != fmt:
-        wide = torch.float32 if own == gguf.NAME else widest_dtype(slices)
-        written = {one.name: one for one in described_in(_loaded(spec, checkpoint, wide))}
 
-        def pieces(name: str) -> Iterator[torch.Tensor]:
-            tensor = written[name].tensor
-            return Checksums(tensor.numel(), tensor.dtype).of(pieces_of(tensor), sums, name)
+    def values(one: Described) -> Iterator[torch.Tensor]:
+        return pieces_of(one.tensor)
 
-        _write(fmt, folder, plans(written.values()), pieces, progress)
-        written.clear()
-    reference = _loaded(spec, checkpoint, getattr(torch, dtype))
-    described = [*described_in(reference)]
-    for one in described:
-        kind = dtype_name(one.tensor.dtype)
-        if one.shared_with is None:
-            known = sums.get(one.name, {}).get(kind)
-            sums[one.name] = {kind: known or checksum(one.tensor)}
-            if progress is not None and own == fmt:
-                progress(one.tensor.nbytes)
-    of_file: Sums = {}
-    if own == fmt and spec.builder == BUILDER and not quantised:
+    if not in_place:
+        wide = torch.float32 if is_gguf else widest_dtype(slices)
+        whole = _Truth(spec, _described(_loaded(spec, checkpoint, wide)), values, sums)
+        whole.write(folder, fmt, progress)
+        del whole
+    model = _loaded(spec, checkpoint, getattr(torch, dtype))
+    described = _described(model)
+    in_file: Sums = {}
+    for name, one in described.items():
+        kind, known = dtype_name(one.dtype), sums.pop(name, {})
+        described[name] = replace(one, is_kept=True)  # its checksum is of this dtype alone
+        sums |= {name: {kind: known[kind]}} if kind in known else {}
+    if in_place and spec.builder == BUILDER and not quantised:
         places = {where.name: where for where in slices}
-        for name in written_after_load(reference) & places.keys() & sums.keys():
-            (kind,) = sums[name]
-            in_file = {kind: checksum_of(places[name], dtype=getattr(torch, kind))}
-            of_file |= {name: in_file} if in_file != sums[name] else {}
-    entries = tuple(
-        replace(one.entry(sums[first]), file_checksums=of_file.get(first))
-        for one in described
-        if (first := one.shared_with or one.name)
-    )
+        for name in written_after_load(model) & places.keys() & described.keys():
+            one = described[name]
+            in_file[name] = {dtype_name(one.dtype): checksum_of(places[name], dtype=one.dtype)}
     note = f"quantised with {quantised.method}" if quantised else _other_keys(slices, described)
-    keys = "" if own == gguf.NAME else note
-    return _written(folder, Manifest(spec.name, spec.builder, str(checkpoint), entries, keys))
+    truth = _Truth(spec, described, values, sums)
+    return truth.manifest(str(checkpoint), folder, "" if is_gguf else note, in_file)
 
 
 def _loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
+    model: torch.nn.Module
     try:
         model, missing = module_of(spec.builder).reference(spec.kwargs, checkpoint, dtype)
     except ImportError as error:
@@ -333,15 +344,27 @@ def _loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.M
         ) from error
     if missing:
         raise lacks(checkpoint, missing, type(model).__name__)
-    loaded: torch.nn.Module = model
-    return loaded
+    return model
 
 
-def _other_keys(slices: Sequence[Slice], described: Sequence[Described]) -> str:
+def _buffer_sums(spec: ModelSpec, described: Mapping[str, Described]) -> Sums:
+    """Return the checksums of non-persistent buffers after a load, by name and dtype.
+
+    Only the constructor computes their values, so that the whole model is constructed for each dtype.
+    """
+    sums: Sums = {}
+    for wanted in () if all(one.is_stored for one in described.values()) else CELL_DTYPES:
+        build, dtype = resolve_builder(spec.builder), getattr(torch, wanted)
+        for name, value in constructed_buffers(build, spec.kwargs, dtype).items():
+            sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
+    return sums
+
+
+def _other_keys(slices: Sequence[Slice], described: Mapping[str, Described]) -> str:
     """Count the keys in which the file and the model differ, as a text; empty for none."""
     stored = {where.name for where in slices}
     groups: dict[str, set[str]] = {}
-    for one in described:
+    for one in described.values():
         if one.is_stored:
             groups.setdefault(one.shared_with or one.name, set()).add(one.name)
     left = len(stored.difference(*groups.values()))
@@ -354,11 +377,11 @@ def _other_keys(slices: Sequence[Slice], described: Sequence[Described]) -> str:
     )
 
 
-def check_fits(
-    checkpoint: Path, model: str, places: Mapping[str, Slice], described: Sequence[Described]
+def _check_fits(
+    checkpoint: Path, model: str, places: Mapping[str, Slice], described: Mapping[str, Described]
 ) -> None:
     """Raise CheckpointError if the checkpoint's keys or shapes differ from those of the model."""
-    wanted = {one.name: tuple(one.tensor.shape) for one in described if one.is_stored}
+    wanted = {name: one.shape for name, one in described.items() if one.is_stored}
     problems = {
         "missing": [plain(name) for name in wanted if name not in places],
         "unexpected": [plain(name) for name in places if name not in wanted],
@@ -369,36 +392,8 @@ def check_fits(
         ],
     }
     if any(problems.values()):
-        shapes = {name: where.shape for name, where in places.items()}
-        repair = selecting(shapes, wanted)
+        repair = selecting({name: where.shape for name, where in places.items()}, wanted)
         raise misfit(checkpoint, f"model {model}", problems, repair=repair)
-
-
-def _buffer_checksums(spec: ModelSpec, described: Sequence[Described]) -> Sums:
-    """Return the checksums of non-persistent buffers after a load, by name and dtype.
-
-    Only the constructor computes their values, so that the whole model is constructed for each dtype.
-    """
-    build = resolve_builder(spec.builder)
-    sums: Sums = {}
-    for wanted in () if all(one.is_stored for one in described) else CELL_DTYPES:
-        for name, value in constructed_buffers(build, spec.kwargs, getattr(torch, wanted)).items():
-            sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
-    return sums
-
-
-def _write(
-    fmt: str, folder: Path, tensors: list[TensorPlan], pieces: Pieces, progress: Progress | None
-) -> None:
-    target = formats.checkpoint_in(folder, fmt)
-    if formats.suffix_of(fmt):
-        target.parent.mkdir()
-    write(fmt, target, tensors, pieces, progress)
-
-
-def _written(folder: Path, manifest: Manifest) -> Manifest:
-    manifest.write(folder / "manifest.json")
-    return manifest
 
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:

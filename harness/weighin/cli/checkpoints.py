@@ -118,6 +118,8 @@ def convert(context: click.Context, typed: dict[str, Any]) -> None:
 
     With --keys model or --adapter, the whole model is loaded first.
     """
+    from rich.markup import escape
+
     from weighin.checkpoint.convert import Conversion, sentence
     from weighin.run import interrupts
     from weighin.settings.definition import DTYPES
@@ -149,7 +151,11 @@ def convert(context: click.Context, typed: dict[str, Any]) -> None:
     )
     if not selection:
         _console.note(*notes_on(conversion.source, choice))
-    done = conversion.run(_console.err(), interrupts.ignore)
+    with _console.working("importing torch") as status:
+        done = conversion.run(
+            lambda text, share: status.update(escape(f"{text}: {share or 0:.0%}")),
+            interrupts.ignore,
+        )
     _console.deliver(typed["json"], done, sentence(done), folds=False)
 
 

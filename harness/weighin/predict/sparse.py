@@ -51,7 +51,7 @@ def make_sparse(
     else:
         described = truth.describe(model, real_buffers="non_persistent", dtype=kind)
         tensors = truth.plans(described)
-        kept = {one.name for one in described if one.is_kept}
+        kept = {name for name, one in described.items() if one.is_kept}
     if dtype is not None:
         tensors = [
             replace(one, dtype=getattr(torch, dtype))
@@ -129,7 +129,7 @@ def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
     kind = getattr(torch, dtype)
     described = truth.describe(model, real_buffers="non_persistent", dtype=kind)
     blank = dict.fromkeys(CELL_DTYPES, "0" * 16)
-    entries = tuple(one.entry(blank) for one in described)
+    entries = tuple(one.entry(blank) for one in described.values())
     path = folder / "manifest.json"
     folder.mkdir(parents=True, exist_ok=True)
     Manifest(model.name, model.builder, "predicted", entries).write(path)

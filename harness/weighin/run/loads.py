@@ -19,6 +19,7 @@ import weighin
 from weighin import child_process, slow_disk
 from weighin.cell import FORK, SAVE, Cell, Job, encode_job, is_of_use
 from weighin.checkpoint import cache, staging
+from weighin.checkpoint.child import Report
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.isolation import visible
 from weighin.isolation.base import Isolation, Running, Streams
@@ -363,7 +364,7 @@ class Loads:
         own = self._task.settings.checkpoint_of(cell.model)
         return cell.model.title, formats.detect(own) if own else "pt", cell.dtype
 
-    def _ensure(self, planned: Planned, progress: cache.Report | None = None) -> cache.Prepared:
+    def _ensure(self, planned: Planned, progress: Report | None = None) -> cache.Prepared:
         settings = self._task.settings
         return cache.ensure(
             planned.cell.model,
