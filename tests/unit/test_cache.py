@@ -52,11 +52,8 @@ def in_process(
 
     calls: list[dict[str, Any]] = []
 
-    def run(
-        request: dict[str, Any], *, permit: Callable[[int], None], **_: object
-    ) -> dict[str, Any]:
+    def run(request: dict[str, Any], **_: object) -> dict[str, Any]:
         calls.append(request)
-        monkeypatch.setattr(maker.Meter, "permit", lambda self, needed: permit(needed))
         parent = SimpleNamespace(send=lambda *_, **__: None)
         return maker.answer(request, parent)  # type: ignore[arg-type]
 

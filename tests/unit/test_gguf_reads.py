@@ -86,7 +86,7 @@ def test_the_values_of_each_tensor_are_held_until_the_next_ones_are_there(
     assert list(found["tensors"]) == ["a.weight", "b.weight"]
     for tensor in found["tensors"].values():
         assert (tensor.shape, tensor.dtype) == ((SIDE, SIDE), dtype or torch.float32)
-    assert ledger.peak_tensor_bytes == peak * SIZE
+    assert ledger.peaks["tensor_peak_bytes"] == peak * SIZE
     assert ledger.tensor_bytes == kept * SIZE or dtype  # what was converted leaves a hole
     assert ledger.work["mapped_bytes"] == pytest.approx(stored, abs=8 * 4096)
     copied = {None: 0, torch.bfloat16: SIZE}[dtype]

@@ -11,7 +11,7 @@ import torch
 
 from weighin.predict.allocators import CachingAllocator
 from weighin.predict.dispatch import CannotFollow, Operations
-from weighin.predict.ledger import Ledger
+from weighin.predict.ledger import Ledger, anon_bytes
 from weighin.predict.patches import pretended
 from weighin.result import Memory
 from weighin.units import KIB, MIB
@@ -37,7 +37,7 @@ def cuda_bytes(ledger: Ledger) -> int:
 
 def added(ledger: Ledger, before: int) -> int:
     """The anonymous memory of tensors at its peak since a sum before."""
-    return ledger.peak_tensor_bytes - before
+    return ledger.peaks["tensor_peak_bytes"] - before
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_memory_is_counted_where_it_is_written_and_until_it_is_freed(ledger: Led
     assert ledger.work["fresh_bytes"] == 4 * MANY
     del tensor
     assert ledger.tensor_bytes == 0
-    assert ledger.peak_tensor_bytes == 4 * MANY
+    assert ledger.peaks["tensor_peak_bytes"] == 4 * MANY
 
 
 def test_memory_of_the_gpu_is_the_allocators_and_not_the_processs(ledger: Ledger) -> None:
@@ -175,7 +175,7 @@ def test_a_phase_has_the_peaks_within_it(ledger: Ledger) -> None:
 def test_buffers_of_code_that_is_not_executed_are_held_for_a_while(ledger: Ledger) -> None:
     with ledger.holding(7 * MIB):
         assert ledger.tensor_bytes == 7 * MIB
-    assert (ledger.tensor_bytes, ledger.peak_tensor_bytes) == (0, 7 * MIB)
+    assert (ledger.tensor_bytes, ledger.peaks["tensor_peak_bytes"]) == (0, 7 * MIB)
 
 
 def test_work_is_counted_by_its_kind(ledger: Ledger) -> None:
@@ -300,12 +300,12 @@ def test_tensors_on_the_meta_device_are_left_alone(ledger: Ledger) -> None:
 
 
 def test_empty_pinned_tensors_are_page_locked_and_count_once(ledger: Ledger) -> None:
-    own = ledger.own_anon_bytes
+    own = anon_bytes()
     pinned = torch.empty(3 * MIB, dtype=torch.uint8, pin_memory=True)
     ctypes.memset(pinned.data_ptr(), 1, pinned.nbytes)  # safetensors reads a file into it, in Rust
     assert ledger.place_of(pinned) == "pinned"
     assert ledger.pinned_bytes == ledger.tensor_bytes == 4 * MIB
-    assert ledger.own_anon_bytes - own < MIB
+    assert anon_bytes() - own < MIB
 
 
 def test_an_operation_that_needs_values_for_its_shape_is_not_followed(ledger: Ledger) -> None:
@@ -421,22 +421,26 @@ def test_a_checkpoint_is_loaded_onto_the_gpu_by_way_of_the_cpu(
 def test_peaks_begin_again_at_the_sums_of_now(ledger: Ledger) -> None:
     kept = torch.zeros(MANY)
     del_me = torch.zeros(2 * MANY)
-    high = ledger.peak_anon_bytes
+    high = ledger.peaks["host_anon_peak_bytes"]
     del del_me
     ledger.restart_peaks()
-    assert ledger.peak_tensor_bytes == kept.nbytes
-    assert high - ledger.peak_anon_bytes == pytest.approx(8 * MANY, abs=MIB)
-    assert ledger.least_anon_bytes == pytest.approx(ledger.peak_anon_bytes, abs=MIB)
-    assert ledger.most_anon_bytes == pytest.approx(ledger.peak_anon_bytes, abs=MIB)
-    assert ledger.peak_file_bytes == BASELINE.file_bytes
+    assert ledger.peaks["tensor_peak_bytes"] == kept.nbytes
+    assert high - ledger.peaks["host_anon_peak_bytes"] == pytest.approx(8 * MANY, abs=MIB)
+    assert ledger.peaks["host_anon_least_bytes"] == pytest.approx(
+        ledger.peaks["host_anon_peak_bytes"], abs=MIB
+    )
+    assert ledger.peaks["host_anon_most_bytes"] == pytest.approx(
+        ledger.peaks["host_anon_peak_bytes"], abs=MIB
+    )
+    assert ledger.peaks["host_file_peak_bytes"] == BASELINE.file_bytes
 
 
 def test_adopted_memory_is_the_loads(ledger: Ledger) -> None:
     ledger.update()
-    before = ledger.peak_anon_bytes
+    before = ledger.peaks["host_anon_peak_bytes"]
     ledger.adopt(64 * MIB)
     ledger.update()
-    assert ledger.peak_anon_bytes - before == pytest.approx(64 * MIB, abs=MIB)
+    assert ledger.peaks["host_anon_peak_bytes"] - before == pytest.approx(64 * MIB, abs=MIB)
 
 
 def test_the_three_heaps_differ_by_what_becomes_of_holes(ledger: Ledger) -> None:
@@ -448,8 +452,8 @@ def test_the_three_heaps_differ_by_what_becomes_of_holes(ledger: Ledger) -> None
         temporary = torch.zeros(2 * MIB, dtype=torch.uint8)
         kept.append(torch.zeros(2 * MIB, dtype=torch.uint8))
         del temporary
-    assert ledger.peak_anon_bytes - ledger.least_anon_bytes > 8 * MIB
-    assert ledger.most_anon_bytes >= ledger.peak_anon_bytes - MIB
+    assert ledger.peaks["host_anon_peak_bytes"] - ledger.peaks["host_anon_least_bytes"] > 8 * MIB
+    assert ledger.peaks["host_anon_most_bytes"] >= ledger.peaks["host_anon_peak_bytes"] - MIB
     before = ledger.tensor_bytes
     ledger.trimmed()
     assert before - ledger.tensor_bytes > 8 * MIB

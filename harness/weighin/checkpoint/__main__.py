@@ -1,8 +1,7 @@
 """Make, index (compare with a model) or convert a checkpoint: ``python -m weighin.checkpoint``.
 
 ``child.run_child`` starts this module and sends it the request, whose field ``verb`` is make, index or convert.
-The child answers with events. Before it writes any tensor, it sends ``size``, with ``needed_bytes``, and waits
-for the permission. Events ``progress`` have the ``share`` done. The last event is ``done``, with what a
+The child answers with events: ``progress`` with the ``share`` done, and at last ``done``, with what a
 conversion tells, or ``error``, with ``type``, ``message`` and ``repair``. The kernel kills the child when its
 parent ends.
 """
@@ -10,11 +9,12 @@ parent ends.
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import ModelSpec
+from weighin.checkpoint import staging
 from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError
 from weighin.stream.pretrained_library import Selection
@@ -32,7 +32,7 @@ def main() -> int:
 
 def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     """Make, index or convert a checkpoint; return the fields of the event ``done``."""
-    meter = Meter(parent)
+    meter = Meter(parent, request["space"])
     hooks: dict[str, Any] = {"permit": meter.permit, "progress": meter.wrote}
     try:
         if request["verb"] == "convert":
@@ -57,20 +57,19 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
 
 
 class Meter:
-    """Asks the parent for permission to write, and reports the progress at most ten times a second."""
+    """Refuses to write where the disk lacks space, and reports the progress ten times a second."""
 
-    def __init__(self, parent: Parent) -> None:
+    def __init__(self, parent: Parent, space: Sequence[str]) -> None:
         self.rounds = 1
-        self._parent = parent
+        self._parent, self._space = parent, space
         self._lock = threading.Lock()
         self._done = self._total = 0
         self._reported_s = 0.0
 
     def permit(self, needed_bytes: int) -> None:
+        folder, what, repair = self._space
+        staging.check_space(Path(folder), what, needed_bytes, repair)
         self._total = needed_bytes * self.rounds
-        self._parent.send("size", needed_bytes=needed_bytes)
-        if self._parent.receive() is None:  # the parent refused the size, or has ended
-            sys.exit(0)
 
     def wrote(self, size: int) -> None:
         with self._lock:
@@ -78,7 +77,7 @@ class Meter:
             now = time.monotonic()
             if now - self._reported_s >= _PROGRESS_EVERY_S:
                 self._reported_s = now
-                self._parent.send("progress", share=min(self._done / max(self._total, 1), 1.0))
+                self._parent.send("progress", share=min(self._done / self._total, 1.0))
 
 
 if __name__ == "__main__":

@@ -131,6 +131,12 @@ def ensure(
         "checkpoint": str(checkpoint),
         "selection": asdict(selection),
         "format": fmt,
+        "space": (
+            str(staging.folder()),
+            f"the {fmt} checkpoint of {model.name}",
+            "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
+            " weighin cache clear",
+        ),
     }
 
     def make() -> None:
@@ -141,13 +147,6 @@ def ensure(
         with staging.own_folder(entry, _TEMPORARY) as temporary:
             run_child(
                 request | {"out": str(temporary)},
-                permit=lambda needed: staging.check_space(
-                    staging.folder(),
-                    f"the {fmt} checkpoint of {model.name}",
-                    needed,
-                    "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the"
-                    " cache: weighin cache clear",
-                ),
                 report=partial(report, text),
                 python_path=python_path,
             )

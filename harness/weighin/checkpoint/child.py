@@ -22,14 +22,13 @@ _LAST_LINES: Final = 3
 def run_child(
     request: Mapping[str, Any],
     *,
-    permit: Callable[[int], None],
     report: Callable[[float], None],
     python_path: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Run a child with a request; return the fields of its event ``done``.
 
-    ``permit`` is called with the number of bytes to write before the child writes any tensor, and raises an
-    exception to refuse; ``report`` with the share done. The child ends before this function returns.
+    The request's ``space`` has a folder, what is written there, and the repair if its disk lacks space.
+    ``report`` is called with the share done. The child ends before this function returns.
     HarnessError: the child sent one, or was killed.
     """
     command = child_process.module("weighin.checkpoint")
@@ -39,10 +38,7 @@ def run_child(
         while (event := child.receive()) is not None:
             if event["event"] == "error":
                 raise child_process.error_in(event)
-            if event["event"] == "size":
-                permit(event["needed_bytes"])
-                child.send("permitted")
-            elif event["event"] == "progress":
+            if event["event"] == "progress":
                 report(event["share"])
             elif event["event"] == "done":
                 done = event

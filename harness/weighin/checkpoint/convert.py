@@ -87,17 +87,12 @@ class Conversion:
             "target": str(self.target),
             "fmt": format_for(self.target, self.fmt),
         }
+        space = str(self.target.parent), str(self.target), "name a target on another disk"
         done: dict[str, Any] = {}
         started = monotonic()
         try:
             done = run_child(
-                {"verb": "convert", "conversion": request},
-                permit=lambda needed: staging.check_space(
-                    self.target.parent,
-                    str(self.target),
-                    needed,
-                    "name a target on another disk, or free some space",
-                ),
+                {"verb": "convert", "conversion": request, "space": space},
                 report=partial(report, f"{self.source.name} to {self.target.name}"),
             )
             complete()

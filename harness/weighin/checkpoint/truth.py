@@ -313,10 +313,10 @@ def _index_folder(
 
     if not in_place:
         wide = torch.float32 if is_gguf else widest_dtype(slices)
-        whole = _Truth(spec, _described(_loaded(spec, checkpoint, wide)), values, sums)
+        whole = _Truth(spec, _described(loaded(spec, checkpoint, wide)), values, sums)
         whole.write(folder, fmt, progress)
         del whole
-    model = _loaded(spec, checkpoint, getattr(torch, dtype))
+    model = loaded(spec, checkpoint, getattr(torch, dtype))
     described = _described(model)
     in_file: Sums = {}
     for name, one in described.items():
@@ -333,7 +333,8 @@ def _index_folder(
     return truth.manifest(str(checkpoint), folder, "" if is_gguf else note, in_file)
 
 
-def _loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
+def loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """Return the model that its library loads; CheckpointError if it fails, or finds weights missing."""
     model: torch.nn.Module
     try:
         model, missing = module_of(spec.builder).reference(spec.kwargs, checkpoint, dtype)

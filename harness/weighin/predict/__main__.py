@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from weighin.child_process import Parent, adopt_orphans, end_with_parent
 
@@ -32,16 +32,14 @@ from weighin.cell import FORWARD, Cell, Job, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
 from weighin.errors import HarnessError
 from weighin.predict.dispatch import CannotFollow
+from weighin.predict.ledger import anon_bytes
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
-from weighin.stream.construct import Builder, resolve_builder
+from weighin.stream.construct import resolve_builder
 from weighin.stream.pretrained_library import Selection, library_of, module_of
 from weighin.text import one_line
 from weighin.worker import uses
 from weighin.worker.loading import example_inputs, settle_math
-
-if TYPE_CHECKING:
-    from weighin.predict.simulate import UseToFollow
 
 _PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
 _STARTS: Final = (
@@ -55,9 +53,11 @@ def main() -> None:
     parent = Parent()
     settle_math()
     adopt_orphans()
-    own_bytes = _import_simulation()
+    before = anon_bytes()
+    from weighin.predict import simulate, sparse  # noqa: F401 (only a prediction needs them)
     from weighin.predict.process import PRELOADED, GpuContext
 
+    own_bytes = anon_bytes() - before
     gpu = GpuContext()
     # After the import of the model's class, which may import these modules.
     hide_once = cache(PRELOADED.hide)
@@ -85,23 +85,15 @@ def _answer(request: dict[str, Any], made: dict[str, dict[str, Any]]) -> dict[st
 
     ``made`` keeps the checkpoint of each model and format.
     """
-    if request["checks"] and "error" in (checked := _in_fork(_check, request)):
+    if request.get("checks") and "error" in (checked := _in_fork(_check, request)):
         return {"misfit": checked["error"]}
     key = f"{request['cell']['model']}{request['cell']['format']}"
     if key not in made:
         made[key] = _in_fork(_make, request)
-    if "cannot" in made[key] or not request["strategy_path"]:
+    if "cannot" in made[key] or "strategy_path" not in request:
         return made[key]
     answer = _in_fork(_predict, request | made[key])
     return answer | {"checkpoint_dtype": made[key]["checkpoint_dtype"]}
-
-
-def _import_simulation() -> int:
-    """Import the modules that only a prediction needs; return their anonymous memory in bytes."""
-    before = memory_of(read_status()).anon_bytes
-    from weighin.predict import process, simulate, sparse  # noqa: F401
-
-    return memory_of(read_status()).anon_bytes - before
 
 
 def _cell(request: dict[str, Any]) -> Cell:
@@ -144,7 +136,7 @@ def _in_fork(
 
 
 def _check(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
-    from weighin.predict.sparse import refuse_misfit
+    from weighin.predict.simulate import refuse_misfit
 
     refuse_misfit(cell.model, Path(request["source"]), Selection(**request["selection"]))
     return {}
@@ -154,10 +146,13 @@ def _make(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     """Make the checkpoint that the cell loads, unless it is the user's, and a manifest."""
     from weighin.predict.sparse import main_dtype, make_sparse, write_manifest
 
-    source = Path(request["source"]) if request["source"] else None
-    folder, selection = Path(request["folder"]), Selection(**request["selection"])
-    path = source if request["is_own"] else None
-    path = path or make_sparse(cell.model, cell.format, request["dtype"], folder, source, selection)
+    source = Path(request["source"]) if request.get("source") else None
+    folder, selection = Path(request["folder"]), Selection(**request.get("selection", {}))
+    if source and request["is_own"]:
+        path = source
+    else:
+        dtype = request.get("dtype")
+        path = make_sparse(cell.model, cell.format, dtype, folder, source, selection)
     manifest = write_manifest(cell.model, cell.dtype, folder)
     return {
         "checkpoint": str(path),
@@ -169,16 +164,21 @@ def _make(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
 def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     builder = resolve_builder(cell.model.builder)
     from weighin.predict.process import PRELOADED
-    from weighin.predict.simulate import run
+    from weighin.predict.simulate import UseToFollow, run
 
     hidden_bytes = PRELOADED.anon_bytes
-    use = _use(cell, builder, request["forward"], request["use_path"])
+    use = None
+    if cell.use or request["forward"]:
+        inputs = example_inputs(builder, cell.model.kwargs, getattr(torch, cell.dtype))
+        use = UseToFollow(cell.use or FORWARD, None, inputs)
+    if cell.use:
+        uses.prepare(cell.use)
+        job = Job(cell, "", "", "", use_path=request["use_path"])
+        use = UseToFollow(cell.use, uses.function_of(job), inputs)
     # A worker reads the manifest, too, which shapes the heap.
     manifest = read_manifest(Path(request["manifest"]))
     own_bytes = request["own_bytes"] - (hidden_bytes - PRELOADED.anon_bytes)
-    baseline = replace(
-        Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes - own_bytes
-    )
+    baseline = replace(Memory(**request["baseline"]), anon_bytes=anon_bytes() - own_bytes)
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
     sys.addaudithook(_refuse_process)
     predicted = run(
@@ -188,19 +188,6 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     del manifest
     _check_processes()
     return asdict(predicted)
-
-
-def _use(cell: Cell, builder: Builder, forward: bool, path: str) -> "UseToFollow | None":
-    """Return the use that follows the load (or None), prepared as a measured process prepares it."""
-    from weighin.predict.simulate import UseToFollow
-
-    if not cell.use and not forward:
-        return None
-    inputs = example_inputs(builder, cell.model.kwargs, getattr(torch, cell.dtype))
-    if not cell.use:
-        return UseToFollow(FORWARD, None, inputs)
-    uses.prepare(cell.use)
-    return UseToFollow(cell.use, uses.function_of(Job(cell, "", "", "", use_path=path)), inputs)
 
 
 def _refuse_process(event: str, _arguments: object) -> None:

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -32,7 +32,6 @@ _PRIVATE: Final = (
     "host_anon_most_bytes",
     "tensor_peak_bytes",
 )
-_SHARED_WORK: Final = ("mapped_bytes",)
 
 Report = Callable[[int, str], None]
 """A function that gets the number of finished cells and the name of the next strategy."""
@@ -49,17 +48,15 @@ def predict(
     forward: bool = False,
     use_paths: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Prediction]:
-    """Return a prediction for each cell, in the order of ``planned``.
+    """Return a prediction for each cell, in the order of ``planned``; it reads no tensor data.
 
     A prediction includes the cell's use (what it runs after the load). ``forward`` adds a forward
     pass if the cell asks for passes. ``use_paths`` has the file of each use that the user wrote.
 
-    ``predict`` reads no tensor data and needs no GPU. A cell loads ``checkpoint`` if this file has
-    the cell's format and only tensors, and ``selection`` selects no part of it. Any other cell loads
-    a checkpoint without values that weighin generates. It has the tensors that ``selection`` selects
-    in ``checkpoint``; without ``checkpoint``, it has the model's tensors. ``checkpoint_dtype``
-    replaces the dtype of its floating-point tensors. If a cell cannot be predicted, its peaks are
-    None, and ``cannot`` has the reason.
+    A cell loads ``checkpoint`` if this file has the cell's format and only tensors, and ``selection``
+    selects no part of it. Any other cell loads a checkpoint without values that weighin generates, with
+    the tensors that ``selection`` selects in ``checkpoint``, or with the model's; ``checkpoint_dtype``
+    replaces the dtype of its floating-point tensors.
 
     Raises:
         HarnessError: a library cannot build its model; the checkpoint lacks weights of the model or
@@ -79,14 +76,14 @@ def predict(
                 continue
             cell = replace(one.cell, ranks=1)
             answer = ask(
-                cell=asdict(cell),
+                cell,
+                f"{folder}/{number}",
                 strategy_path=str(one.strategy.path),
                 checks=not is_checked and library_of(cell.model.builder) is not None,
                 source=str(checkpoint) if checkpoint else None,
                 selection=asdict(selection),
                 dtype=checkpoint_dtype,
                 is_own=own == cell.format,
-                folder=f"{folder}/{number}",
                 read_ahead_bytes=read_ahead_bytes(checkpoint or staging.folder()),
                 forward=forward and cell.passes > 0,
                 use_path=use_paths.get(cell.use, ""),
@@ -106,16 +103,7 @@ def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Pat
         ConfigError: the model cannot be built.
     """
     with _process(python_path) as (ask, folder):
-        made = ask(
-            cell=asdict(Cell(model, "baseline", "process")),
-            strategy_path="",
-            checks=False,
-            source=None,
-            selection=asdict(WHOLE),
-            dtype=None,
-            is_own=False,
-            folder=str(folder),
-        )
+        made = ask(Cell(model, "baseline", "process"), str(folder))
         if cannot := made.get("cannot"):
             raise ConfigError(*made.get("error", (cannot, "correct the model or its arguments")))
         yield Path(made["checkpoint"])
@@ -145,18 +133,17 @@ def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
 def _process(python_path: Sequence[str]) -> Iterator[tuple[Callable[..., dict[str, Any]], Path]]:
     """Yield a function that asks a predicting process for one cell, and a folder for checkpoints."""
     process: child_process.Child | None = None
-    imported: dict[str, Any] = {}
+    imported: ModelSpec | None = None
 
-    def ask(**question: Any) -> dict[str, Any]:
+    def ask(cell: Cell, folder: str, **question: Any) -> dict[str, Any]:
         nonlocal process, imported
-        model = question["cell"]["model"]
-        model_class = model if library_of(model["builder"]) else {}
-        if process is None or model_class != imported:  # each class is imported in a new process
+        model = cell.model if library_of(cell.model.builder) else None
+        if process is None or model != imported:  # each class is imported in a new process
             if process:
                 process.close()
-            command, imported = child_process.module("weighin.predict"), model_class
+            command, imported = child_process.module("weighin.predict"), model
             process = child_process.Child(command, child_process.environment(python_path))
-        process.send("question", **question)
+        process.send("question", cell=asdict(cell), folder=folder, **question)
         answer = process.receive()
         if answer is None:
             raise HarnessError(
@@ -178,37 +165,29 @@ def _process(python_path: Sequence[str]) -> Iterator[tuple[Callable[..., dict[st
 def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
     """Return the prediction for all ranks of ``cell`` from ``of_one``, the prediction for one rank.
 
-    Each rank loads the whole model under one limit. Anonymous memory counts for each rank; the ranks
-    share mapped pages of files, which count only one time.
-
-    The work is the sum over all ranks, because all ranks use the same processors and memory. Only
-    the mapped pages count once. The GPU memory is that of one rank, because each has its own GPU.
+    Each rank loads the whole model under one limit, with memory and work of its own, but the ranks share
+    mapped pages of files, which count once. The GPU memory is that of one rank, which has its own GPU.
     """
-    if of_one.cannot or cell.ranks == 1:
-        return replace(of_one, cell=cell)
     ranks = cell.ranks
+    if of_one.cannot or ranks == 1:
+        return replace(of_one, cell=cell)
+
+    def private(figures: Peaks) -> dict[str, Any]:
+        sizes = {name: getattr(figures, name, None) for name in _PRIVATE}
+        return {name: size * ranks for name, size in sizes.items() if size is not None}
+
     floor = of_one.floor_bytes
     if floor is not None:
         floor = (floor - of_one.in_flight_bytes) * ranks + of_one.in_flight_bytes
-    work = {
-        field.name: getattr(of_one.work, field.name) * (1 if field.name in _SHARED_WORK else ranks)
-        for field in fields(Work)
-    }
+    work = {name: size * ranks for name, size in asdict(of_one.work).items()}
+    work["mapped_bytes"] = of_one.work.mapped_bytes
     return replace(
         of_one,
         cell=cell,
         floor_bytes=floor,
         work=Work(**work),
-        phases=tuple(replace(phase, **_private(phase, ranks)) for phase in of_one.phases),
+        phases=tuple(replace(phase, **private(phase)) for phase in of_one.phases),
         reasons=(*of_one.reasons, f"in each of {ranks} ranks"),
-        use=of_one.use and replace(of_one.use, **_private(of_one.use, ranks)),
-        **_private(of_one, ranks),
+        use=of_one.use and replace(of_one.use, **private(of_one.use)),
+        **private(of_one),
     )
-
-
-def _private(figures: Peaks, ranks: int) -> dict[str, Any]:
-    return {
-        name: None if (size := getattr(figures, name)) is None else size * ranks
-        for name in _PRIVATE
-        if hasattr(figures, name)
-    }

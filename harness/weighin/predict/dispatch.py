@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from weighin.predict.ledger import SMALL_BYTES, Ledger, Place
+from weighin.predict.ledger import SMALL_BYTES, Ledger, Place, anon_bytes
 
 _EMPTY: Final = frozenset({
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
@@ -52,14 +52,10 @@ class Call:
     @property
     def written(self) -> list[torch.Tensor]:
         """The tensors to which the operation writes, according to its schema."""
-        names = [one.name for one in self.func._schema.arguments]
+        arguments = self.func._schema.arguments
+        names = [one.name for one in arguments]
         given = dict(zip(names, self.args, strict=False)) | self.kwargs
-        return [
-            tensor
-            for argument in self.func._schema.arguments
-            if argument.alias_info and argument.alias_info.is_write
-            for tensor in _tensors(given.get(argument.name))
-        ]
+        return _tensors([given.get(one.name) for one in arguments if _is_written(one)])
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
@@ -67,6 +63,10 @@ class Call:
 
 def _name(func: Any) -> str:
     return str(func._schema.name).removeprefix("aten::")
+
+
+def _is_written(argument: Any) -> bool:
+    return bool(argument.alias_info and argument.alias_info.is_write)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ def _kind(func: Any) -> str:
     name = _name(func)
     if name in _METADATA or torch.Tag.inplace_view in func.tags:
         return "metadata"
-    if any(one.alias_info and one.alias_info.is_write for one in func._schema.arguments):
+    if any(map(_is_written, func._schema.arguments)):
         return "writes"
     if any(one.alias_info for one in func._schema.returns):
         return "metadata"  # the result is a view
@@ -92,8 +92,7 @@ def _kind(func: Any) -> str:
 class Operations(TorchDispatchMode):
     """Runs operations that only create views or allocate memory, or whose inputs are all small.
 
-    For any other operation, ``Operations`` returns results without values, and the ledger records
-    the memory that the operation would read and write.
+    Any other operation returns results without values; the ledger records what it would read and write.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -129,7 +128,6 @@ class Operations(TorchDispatchMode):
             return self._allocate(like)
 
     def _filled(self, call: Call) -> Any:
-        """Run a factory function such as ``zeros``; a large result has no values."""
         if call.name == "eye":
             rows, *columns = (each for each in call.args if isinstance(each, int))
             size = [rows, *(columns or [rows])]
@@ -141,16 +139,12 @@ class Operations(TorchDispatchMode):
         dtype = dtype or torch.get_default_dtype()
         if prod(size) * dtype.itemsize <= SMALL_BYTES:
             return self._really(call)
-        result = self._allocate(torch.empty(size, dtype=dtype, device="meta"))
-        self._write(result, call.name)
-        return result
+        return self._written(torch.empty(size, dtype=dtype, device="meta"), call)
 
     def _like(self, call: Call) -> Any:
         size = call.args[1] if call.name.startswith("new_") else call.args[0].shape
         dtype = call.kwargs.get("dtype") or call.args[0].dtype
-        result = self._allocate(torch.empty(size, dtype=dtype, device="meta"))
-        self._write(result, call.name)
-        return result
+        return self._written(torch.empty(size, dtype=dtype, device="meta"), call)
 
     def _writes(self, call: Call) -> Any:
         written = call.written
@@ -161,12 +155,8 @@ class Operations(TorchDispatchMode):
                 self._ledger.read(tensor)
         if call.name == "copy_":
             target, source = written[0], call.args[1]
-            is_on_gpu = self._ledger.place_of(target) == "cuda"
-            if (
-                target.dtype != source.dtype
-                and is_on_gpu
-                and self._ledger.place_of(source) != "cuda"
-            ):
+            to, origin = (self._ledger.place_of(tensor) for tensor in (target, source))
+            if target.dtype != source.dtype and to == "cuda" and origin != "cuda":
                 # ATen's copy_kernel_cuda converts the dtype in a buffer on the CPU.
                 with self._ledger.holding(target.nbytes):
                     pass
@@ -196,10 +186,7 @@ class Operations(TorchDispatchMode):
             shapes = torch.empty_like(call.args[0], dtype=dtype, device="meta", memory_format=form)
         else:
             shapes = self._shapes(call)
-        results = tree_map(
-            lambda tensor: self._allocate(tensor) if isinstance(tensor, torch.Tensor) else tensor,
-            shapes,
-        )
+        results = tree_map_only(torch.Tensor, self._allocate, shapes)
         for tensor in _tensors(results):
             self._write(tensor, call.name)
         return results
@@ -207,43 +194,41 @@ class Operations(TorchDispatchMode):
     def _shapes(self, call: Call) -> Any:
         """Return the operation's results on the meta device.
 
-        torch may import modules here that a real load does not import. Their memory and number do
-        not count.
+        The memory and number of modules that torch imports here, and a real load not, do not count.
         """
-        before, modules = self._ledger.own_anon_bytes, len(sys.modules)
+        before, modules = anon_bytes(), len(sys.modules)
         try:
-            args, kwargs = tree_map(
-                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf,
-                (call.args, call.kwargs),
-            )
+            given = (call.args, call.kwargs)
+            args, kwargs = tree_map_only(torch.Tensor, lambda one: one.to("meta"), given)
             if "device" in kwargs:
                 kwargs["device"] = "meta"
             return call.func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             raise CannotFollow(f"{call.func}: {error}") from error
         finally:
-            self._ledger.other_anon_bytes += self._ledger.own_anon_bytes - before
+            self._ledger.other_anon_bytes += anon_bytes() - before
             self._ledger.work["modules"] -= len(sys.modules) - modules
 
     def _really(self, call: Call) -> Any:
         """Run an operation on small tensors; replace a large result by a tensor without values."""
 
-        def keep(result: Any) -> Any:
-            if not isinstance(result, torch.Tensor):
-                return result
+        def keep(result: torch.Tensor) -> torch.Tensor:
             if result.is_meta or result.untyped_storage().nbytes() <= SMALL_BYTES:
                 self._ledger.place_of(result)
                 return result
-            large = self._allocate(torch.empty_like(result, device="meta"))
-            self._write(large, call.name)
-            return large
+            return self._written(torch.empty_like(result, device="meta"), call)
 
-        return tree_map(keep, call.run())
+        return tree_map_only(torch.Tensor, keep, call.run())
 
     def _all_real(self, inputs: list[torch.Tensor]) -> bool:
         """Tell whether all tensors are really written, with the same values as in a real load."""
         blocks = [self._ledger.block_of(one) for one in inputs if not one.is_meta]
         return all(block.real and block.known for block in blocks)
+
+    def _written(self, like: torch.Tensor, call: Call) -> torch.Tensor:
+        result = self._allocate(like)
+        self._write(result, call.name)
+        return result
 
     def _write(self, tensor: torch.Tensor, operation: str) -> None:
         ledger = self._ledger

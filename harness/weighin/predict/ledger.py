@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -25,17 +25,17 @@ from weighin.stream.bytes import MAP_NORESERVE
 from weighin.stream.tensors import extent as extent_in_storage
 from weighin.units import KIB
 
-_ATTRIBUTE: Final = "_weighin_block"
-"""The attribute of a storage that refers to its ``MemoryBlock``.
-
-The attribute exists as long as the storage's memory, because both belong to one Python object.
-"""
-
-
 Place = Literal["host", "pinned", "file", "cuda", "meta"]
 
 SMALL_BYTES: Final = 64 * KIB
 """Storages up to this size are really written, because code may read their values."""
+
+_OF_PHASES: Final = ("host_anon_peak_bytes", "host_file_peak_bytes")
+
+_ATTRIBUTE: Final = "_weighin_block"
+"""The attribute of a storage that refers to its ``MemoryBlock``, and that exists as long as the
+storage's memory, because both belong to one Python object.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +60,7 @@ class MemoryBlock:
 
 
 class FollowedStorage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with the storage's ``MemoryBlock``; its callback runs when the
-    storage is freed.
-    """
+    """A weak reference to a storage, with the storage's ``MemoryBlock`` for its callback."""
 
     __slots__ = ("block",)
     block: MemoryBlock
@@ -84,38 +82,37 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), end - start
 
 
+def anon_bytes() -> int:
+    """Return the anonymous memory of this process now: imports, objects, small tensors."""
+    return memory_of(read_status()).anon_bytes
+
+
 class Ledger:
     """The current sums and the peaks of one symbolic run, in bytes.
 
     Attributes:
         work: the amounts of work that take time, by the field names of ``Work``.
-        least_anon_bytes: the peak of anonymous memory if the heap reuses every hole: the lowest case.
-        most_anon_bytes: the peak of anonymous memory if the heap releases nothing: the highest case.
+        peaks: the host's peaks, by the field names of ``Prediction``.
         other_anon_bytes: anonymous memory of this process that a real load would not need.
+        forced_place: where new storages lie; None for the usual place.
     """
 
     def __init__(self, cuda: CachingAllocator | None, baseline: Memory, own_bytes: int = 0) -> None:
         self.cuda = cuda
+        self.baseline = baseline
         self.work: Counter[str] = Counter()
+        self.peaks: Counter[str] = Counter()
+        self.phases: list[PredictedPhase] = []
         self.other_anon_bytes = own_bytes
         self.pinned_bytes = 0
-        self.peak_anon_bytes = 0
-        self.least_anon_bytes = 0
-        self.most_anon_bytes = 0
-        self.peak_tensor_bytes = 0
-        self.peak_file_bytes = 0
-        self.copies: dict[str, int] = {}
-        self.phases: list[PredictedPhase] = []
         self.forced_place: Place | None = None
         # A linked list: the table of a dict would move while it grows, and pin the heap's top.
         self._last: MemoryBlock | None = None
         self._files: list[MappedFile] = []
         self._heaps = Heap(), Heap(reuses=True), Heap(pinned=True)
-        self._heap, self._tight_heap, self._pinned_heap = self._heaps
         self._free_pinned: Counter[int] = Counter()
         self._mapped_anon_bytes = 0
-        self._phase_peaks = (0, 0)
-        self.baseline = baseline
+        self._phase_peaks: Counter[str] = Counter()
 
     # -- storages
 
@@ -128,6 +125,10 @@ class Ledger:
         block: MemoryBlock | None = getattr(storage, _ATTRIBUTE, None)
         return block or self._register(storage, allocated)
 
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """Return the memory (such as "cuda") in which a tensor would be in a real load."""
+        return "meta" if tensor.is_meta else self.block_of(tensor).place
+
     @contextmanager
     def placed(self, place: Place | None) -> Iterator[None]:
         """Put new storages in the memory ``place`` until the context exits; None changes nothing."""
@@ -138,15 +139,9 @@ class Ledger:
         finally:
             self.forced_place = before
 
-    def place_of(self, tensor: torch.Tensor) -> Place:
-        """Return the memory (such as "cuda") in which a tensor would be in a real load."""
-        return "meta" if tensor.is_meta else self.block_of(tensor).place
-
     def _register(self, storage: torch.UntypedStorage, allocated: bool) -> MemoryBlock:
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        place: Place = self.forced_place or "host"
-        if any(f.address <= address < f.address + f.nbytes for f in self._files):
-            place = "file"
+        place = "file" if self._file_at(address) else self.forced_place or "host"
         block = MemoryBlock(place, address, nbytes, real=nbytes <= SMALL_BYTES and place != "file")
         if place == "cuda" and nbytes and self.cuda is not None:
             block.cuda = self.cuda.malloc(nbytes)
@@ -162,14 +157,6 @@ class Ledger:
         setattr(storage, _ATTRIBUTE, block)
         return block
 
-    def _pin(self, nbytes: int) -> None:
-        """Count page-locked memory; torch's CachingHostAllocator reuses freed blocks of the same size."""
-        size = _pinned_size(nbytes)
-        if self._free_pinned[size]:
-            self._free_pinned[size] -= 1
-        else:
-            self.pinned_bytes += size
-
     def _freed(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(storage, FollowedStorage)
         block = storage.block
@@ -183,14 +170,25 @@ class Ledger:
         if block.cuda is not None:
             assert self.cuda
             self.cuda.free(block.cuda)
-            return
-        if block.place == "pinned":
+        elif block.place == "pinned":
             self._free_pinned[_pinned_size(block.nbytes)] += 1
-            return
-        for heap, chunk in zip(self._heaps, block.chunks, strict=False):
-            heap.free(chunk)
-        # Without the heap, whose freed pages may stay resident.
-        self._mapped_anon_bytes -= block.pages.nbytes
+        else:
+            for heap, chunk in zip(self._heaps, block.chunks, strict=False):
+                heap.free(chunk)
+            # Without the heap, whose freed pages may stay resident.
+            self._mapped_anon_bytes -= block.pages.nbytes
+
+    def _file_at(self, address: int) -> MappedFile | None:
+        inside = (f for f in self._files if f.address <= address < f.address + f.nbytes)
+        return next(inside, None)
+
+    def _pin(self, nbytes: int) -> None:
+        """Count page-locked memory; torch's CachingHostAllocator reuses freed blocks of the same size."""
+        size = _pinned_size(nbytes)
+        if self._free_pinned[size]:
+            self._free_pinned[size] -= 1
+        else:
+            self.pinned_bytes += size
 
     # -- touching memory
 
@@ -208,20 +206,17 @@ class Ledger:
             )
             self.work["fresh_bytes"] += fresh
         elif block.place in ("host", "file"):  # a written page of a private mapping is anonymous
-            self._touch(block, tensor)
+            new = block.pages.add(start, length)
+            self._mapped_anon_bytes += new
+            self.work["fresh_bytes"] += new
         self.update()
-
-    def _touch(self, block: MemoryBlock, tensor: torch.Tensor) -> None:
-        new = block.pages.add(*extent(tensor))
-        self._mapped_anon_bytes += new
-        self.work["fresh_bytes"] += new
 
     def read(self, tensor: torch.Tensor) -> None:
         """Record a read of all elements of a tensor, which makes pages of a mapped file resident."""
-        block = self.block_of(tensor)
-        if block.place == "file":
+        if self.block_of(tensor).place == "file":
             start, length = extent(tensor)
-            file = next(f for f in self._files if f.address <= start < f.address + f.nbytes)
+            file = self._file_at(start)
+            assert file
             self.work["mapped_bytes"] += file.pages.add(start, length)
             self.update()
 
@@ -256,7 +251,7 @@ class Ledger:
         """Return a storage without resident memory, which may be larger than the machine's RAM.
 
         safetensors really writes to pinned storages, in Rust. They are shared memory, as in a real
-        load, so that ``own_anon_bytes`` does not count them again.
+        load, so that ``anon_bytes`` does not count them again.
         """
         kind = mmap.MAP_SHARED if self.forced_place == "pinned" else mmap.MAP_PRIVATE
         area = mmap.mmap(-1, nbytes, flags=kind | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
@@ -276,24 +271,9 @@ class Ledger:
     # -- sums
 
     @property
-    def own_anon_bytes(self) -> int:
-        """The anonymous memory of this process now: imports, objects, small tensors."""
-        return memory_of(read_status()).anon_bytes
-
-    @property
-    def anon_bytes(self) -> int:
-        """The anonymous memory that the process would have now in a real load.
-
-        Page-locked memory is not anonymous: the CUDA driver shares it, and the kernel counts it as
-        shared memory.
-        """
-        tensors = self.tensor_bytes - self.pinned_bytes
-        return self.own_anon_bytes - self.other_anon_bytes + tensors
-
-    @property
     def tensor_bytes(self) -> int:
-        """The anonymous and page-locked memory of large tensors; ``own_anon_bytes`` has small ones."""
-        return self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
+        """The anonymous and page-locked memory of large tensors; ``anon_bytes`` has small ones."""
+        return self._heaps[0].pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -305,36 +285,53 @@ class Ledger:
         return self.baseline.file_bytes + sum(file.pages.nbytes for file in self._files)
 
     def update(self) -> None:
-        """Raise the peaks to the current sums."""
-        anon, file = self.anon_bytes, self.file_bytes
-        outside = anon - self._heap.pages.nbytes
-        self.least_anon_bytes = max(self.least_anon_bytes, outside + self._tight_heap.pages.nbytes)
-        self.most_anon_bytes = max(self.most_anon_bytes, outside + self._pinned_heap.pages.nbytes)
-        self.peak_anon_bytes = max(self.peak_anon_bytes, anon)
-        self.peak_tensor_bytes = max(self.peak_tensor_bytes, self.tensor_bytes)
-        self.peak_file_bytes = max(self.peak_file_bytes, file)
-        self._phase_peaks = max(self._phase_peaks[0], anon), max(self._phase_peaks[1], file)
+        """Raise the peaks to the current sums.
+
+        Page-locked memory is not anonymous: the CUDA driver shares it, and the kernel counts it as
+        shared memory.
+        """
+        outside = anon_bytes() - self.other_anon_bytes + self._mapped_anon_bytes
+        usual, reusing, pinned = (outside + heap.pages.nbytes for heap in self._heaps)
+        sums = {
+            "host_anon_peak_bytes": usual,
+            "host_anon_least_bytes": reusing,
+            "host_anon_most_bytes": pinned,
+            "tensor_peak_bytes": self.tensor_bytes,
+            "host_file_peak_bytes": self.file_bytes,
+        }
+        for peaks in (self.peaks, self._phase_peaks):
+            for name, size in sums.items():
+                peaks[name] = max(peaks[name], size)
 
     def restart_peaks(self) -> None:
-        self.peak_anon_bytes = self.least_anon_bytes = self.most_anon_bytes = 0
-        self.peak_tensor_bytes = self.peak_file_bytes = 0
+        self.peaks.clear()
         self.update()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The host's peaks, of which the usual one lies between the least and the most."""
+        usual = self.peaks["host_anon_peak_bytes"]
+        least = min(self.peaks["host_anon_least_bytes"], usual)
+        most = max(self.peaks["host_anon_most_bytes"], usual)
+        return dict(self.peaks, host_anon_least_bytes=least, host_anon_most_bytes=most)
+
+    @property
+    def cuda_peaks(self) -> dict[str, int]:
+        """The allocator's peaks since the last phase began; empty without a GPU."""
+        peaks = self.cuda.peak if self.cuda else {}
+        return {f"cuda_{kind}_bytes": size for kind, size in peaks.items()}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record a phase of this name, with the peaks until the context exits."""
-        self._phase_peaks = (0, 0)
+        self._phase_peaks.clear()
         self.update()
         if self.cuda:
             self.cuda.reset_peaks()
         yield
         self.update()
-        anon, file = self._phase_peaks
-        peaks = self.cuda.peak if self.cuda else {}
-        figures = {f"cuda_{kind}_bytes": size for kind, size in peaks.items()}
-        self.phases.append(
-            PredictedPhase(name, host_anon_peak_bytes=anon, host_file_peak_bytes=file, **figures)
-        )
+        host = {key: self._phase_peaks[key] for key in _OF_PHASES}
+        self.phases.append(PredictedPhase(name, **host, **self.cuda_peaks))
 
 
 def _pinned_size(nbytes: int) -> int:

@@ -1,13 +1,10 @@
 """In a prediction, replace code that reads files without torch operations, and torch's GPU; the new
-code only updates the ledger of predicted memory.
+code only updates the ledger of predicted memory. Code that is not replaced runs unchanged.
 
-``torch.load`` reads files in C++, and ``load_streaming`` in its own threads, so that no torch
-operation can be intercepted. ``trunc_normal_`` is patched because it reads values, which a
-prediction does not have. Code that this module does not patch runs unchanged.
-
-The package gguf computes with numpy, so that no torch operation can be intercepted. For each tensor
-of the file, a real load needs memory for: the mapped pages of the quantised values, the dequantised
-values before and after joining, their reordered form, and a copy, which becomes the model's tensor.
+``torch.load`` reads files in C++, ``load_streaming`` in its own threads, and the package gguf computes
+with numpy, so that no torch operation can be intercepted. For each tensor of a GGUF file, a real load
+needs memory for: the mapped pages of the quantised values, the dequantised values before and after
+joining, their reordered form, and a copy, which becomes the model's tensor.
 
 Torch without CUDA refuses to create a tensor on "cuda", or to move a tensor to "cuda". A call that
 names the device "cuda" is therefore executed on the CPU, and the ledger records "cuda" as the place
@@ -31,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from weighin.predict.dispatch import CannotFollow
-from weighin.predict.ledger import Ledger
+from weighin.predict.ledger import Ledger, anon_bytes
 from weighin.stream import gguf_files as gguf
 from weighin.stream.slices import Slice
 from weighin.units import MIB
@@ -47,15 +44,9 @@ _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not n
 @contextmanager
 def declared(ledger: Ledger) -> Iterator[None]:
     """Replace functions that read a checkpoint by functions that only update the ledger."""
-    with (
-        _archives(ledger),
-        _maps(ledger),
-        _legacy(ledger),
-        _streaming(ledger),
-        _trim(ledger),
-        _prefetches(),
-        _truncated(),
-    ):
+    with ExitStack() as stack:
+        for patched in (*_torch_files(ledger), *_streaming(ledger), _prefetches(), _truncated()):
+            stack.enter_context(patched)
         yield
 
 
@@ -75,9 +66,8 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
         if backend != "pread":
             return mapped(filename, device=device)
         state = _empty_tensors(Path(filename), module._TYPES)
-        for tensor in state.values():
-            _filled(ledger, tensor)
-        return {name: tensor.to(device) for name, tensor in state.items()}
+        read = {name: _filled(ledger, tensor) for name, tensor in state.items()}
+        return {name: tensor.to(device) for name, tensor in read.items()}
 
     def load(data: _FileBytes) -> dict[str, torch.Tensor]:
         state = _empty_tensors(data.path, module._TYPES)
@@ -88,7 +78,9 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
     def read_bytes(self: Path) -> Any:
         if self.suffix != ".safetensors":
             return original(self)
-        return _FileBytes(self, _read_storage(ledger, self.stat().st_size))
+        return _FileBytes(
+            self, _filled(ledger, torch.empty(self.stat().st_size, dtype=torch.uint8))
+        )
 
     original = Path.read_bytes
     fakes = {module.load: load, module.load_file: load_file}
@@ -120,8 +112,14 @@ def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torc
     }
 
 
-def _archives(ledger: Ledger) -> Any:
-    """Replace ``torch.load``'s reads of records in zip files by new storages without values."""
+def _filled(ledger: Ledger, tensor: torch.Tensor) -> torch.Tensor:
+    ledger.write(tensor)
+    ledger.work["read_bytes"] += tensor.nbytes
+    return tensor
+
+
+def _torch_files(ledger: Ledger) -> Iterator[Any]:
+    """Let ``torch.load`` read no values: from records of zip files, mapped files and legacy files."""
     original = torch._C.PyTorchFileReader
 
     class Reader(original):  # type: ignore[misc, valid-type]
@@ -130,33 +128,10 @@ def _archives(ledger: Ledger) -> Any:
             ledger.work["archives"] += 1
 
         def get_storage_from_record(self, _name: str, nbytes: int, _kind: Any) -> torch.Tensor:
-            return _read_storage(ledger, nbytes)
-
-    return patch.object(torch._C, "PyTorchFileReader", Reader)
-
-
-def _read_storage(ledger: Ledger, nbytes: int) -> torch.Tensor:
-    bytes_ = torch.empty(nbytes, dtype=torch.uint8)
-    _filled(ledger, bytes_)
-    return bytes_
-
-
-def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
-    ledger.write(tensor)
-    ledger.work["read_bytes"] += tensor.nbytes
-
-
-def _maps(ledger: Ledger) -> Any:
-    """``torch.load(mmap=True)`` and safetensors map files with ``UntypedStorage.from_file``."""
+            return _filled(ledger, torch.empty(nbytes, dtype=torch.uint8))
 
     def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:  # noqa: ARG001 (torch's names)
         return ledger.map_file(str(filename), nbytes)
-
-    return patch.object(torch.UntypedStorage, "from_file", staticmethod(from_file))
-
-
-def _legacy(ledger: Ledger) -> Any:
-    """Of a file in the legacy format, torch creates all storages first; the reads then fill them."""
 
     def set_from_file(
         self: torch.UntypedStorage, file: Any, offset: Any, _direct: bool, _element_size: int
@@ -167,14 +142,17 @@ def _legacy(ledger: Ledger) -> Any:
         _filled(ledger, torch.empty(0, dtype=torch.uint8).set_(self))
         return self
 
-    return patch.object(torch.UntypedStorage, "_set_from_file", set_from_file, create=True)
+    yield patch.object(torch._C, "PyTorchFileReader", Reader)
+    yield patch.object(torch.UntypedStorage, "from_file", staticmethod(from_file))
+    yield patch.object(torch.UntypedStorage, "_set_from_file", set_from_file, create=True)
 
 
-@contextmanager
-def _streaming(ledger: Ledger) -> Iterator[None]:
+def _streaming(ledger: Ledger) -> Iterator[Any]:
     """The reads of ``load_streaming`` fill tensors that exist: only their buffers need more memory."""
-    from weighin.stream import filling
+    from weighin.stream import construct, filling
     from weighin.stream.bytes import DISK_THREADS, HUGE_PAGE_BYTES, Disk
+
+    original: Callable[[], None] = construct.give_back_heap
 
     def fill(fills: Sequence[filling.Fill], disk: Disk) -> None:
         stored = [one for one in fills if not one.where.fill]
@@ -197,8 +175,12 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.write(out)
                 ledger.work["read_direct_bytes"] += where.storage_bytes
 
-    with patch.object(filling, "fill", fill):
-        yield
+    def give_back_heap() -> None:
+        original()
+        ledger.trimmed()
+
+    yield patch.object(filling, "fill", fill)
+    yield patch.object(construct, "give_back_heap", give_back_heap)
 
 
 def _prefetches() -> Any:
@@ -229,29 +211,17 @@ def _truncated() -> Any:
     return patch.object(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
 
 
-def _trim(ledger: Ledger) -> Any:
-    from weighin.stream import construct
-
-    original: Callable[[], None] = construct.give_back_heap
-
-    def give_back_heap() -> None:
-        original()
-        ledger.trimmed()
-
-    return patch.object(construct, "give_back_heap", give_back_heap)
-
-
 @contextmanager
 def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
     """If ``checkpoint`` is a GGUF file, count in the ledger what its reads need; else do nothing."""
     if not gguf.is_file(checkpoint):
         yield
         return
-    before = ledger.own_anon_bytes
+    before = anon_bytes()
     from gguf import GGUFReader
     from transformers import modeling_gguf_pytorch_utils as module
 
-    imported = ledger.own_anon_bytes - before
+    imported = anon_bytes() - before
     ledger.other_anon_bytes += imported
     original: Callable[..., Any] = module.load_gguf_checkpoint
 

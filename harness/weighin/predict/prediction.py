@@ -1,7 +1,7 @@
 """The prediction for one cell (one load). Sizes are integers in bytes; None means not predicted."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from weighin.cell import Cell
@@ -16,19 +16,12 @@ Measurements of strategies that copy the weights gave 8 to 24 MB.
 """
 
 
-_CUDA: Final = ("cuda_requested_bytes", "cuda_allocated_bytes", "cuda_reserved_bytes")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """The predicted peaks of a phase, a load or a use, in bytes; None means not predicted.
+    """The predicted peaks of a phase, a load or a use.
 
-    Attributes:
-        host_anon_peak_bytes: the peak of the process's anonymous memory, including the import of
-            torch.
-        host_file_peak_bytes: the peak of resident pages of mapped files, including torch's libraries.
-        cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: the peaks of the CUDA
-            allocator; None if the device is the CPU.
+    The anonymous peak includes the import of torch, and the peak of mapped files' pages torch's
+    libraries. Those of the CUDA allocator are None if the device is the CPU.
     """
 
     host_anon_peak_bytes: int | None = None
@@ -36,10 +29,6 @@ class Peaks:
     cuda_requested_bytes: int | None = None
     cuda_allocated_bytes: int | None = None
     cuda_reserved_bytes: int | None = None
-
-    @property
-    def cuda(self) -> dict[str, int | None]:
-        return {name: getattr(self, name) for name in _CUDA}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +46,12 @@ class Work:
         read_bytes: the bytes read from files through the page cache.
         read_direct_bytes: the bytes read from files with direct I/O, by several threads.
         mapped_bytes: the bytes read as pages of mapped files.
-        fresh_bytes: the size of pages that were written for the first time, or for the first time
-            after their release.
+        fresh_bytes: the size of pages that were written for the first time (since their release).
         written_bytes: the bytes written by copies, fills and computations.
         random_bytes: the size of the random numbers that constructors draw.
         archives: the number of files that ``torch.load`` opened.
         modules: the number of Python modules that were imported.
-        cpu_ns: the processor time of the symbolic run, which does for each tensor what the load does
-            in Python.
+        cpu_ns: the processor time of the symbolic run, whose Python code is that of the load.
     """
 
     read_bytes: int = 0
@@ -87,12 +74,8 @@ class Work:
 class PredictedUse(Peaks):
     """The predicted memory of a use (an operation on the loaded model), from its start to its end.
 
-    Attributes:
-        host_anon_least_bytes, host_anon_most_bytes: the peak of anonymous memory in the lowest and the
-            highest case, which ``Prediction`` explains.
-        tensor_peak_bytes: the peak of the memory that large tensors use, plus the weights that
-            forked processes write.
-        children_private_bytes: the private memory of each forked process at its end.
+    ``children_private_bytes`` is the private memory of each forked process at its end, and
+    ``tensor_peak_bytes`` includes the weights that they write; ``Prediction`` explains the others.
     """
 
     name: str
@@ -101,19 +84,18 @@ class PredictedUse(Peaks):
     tensor_peak_bytes: int
     children_private_bytes: tuple[int, ...] = ()
 
+    # The anonymous memory of the process and of its forked processes:
+
     @property
     def all_peak_bytes(self) -> int:
-        """The peak of the anonymous memory of the process and its forked processes."""
         return (self.host_anon_peak_bytes or 0) + sum(self.children_private_bytes)
 
     @property
     def all_least_bytes(self) -> int:
-        """The sum of ``host_anon_least_bytes`` and the private memory of forked processes."""
         return self.host_anon_least_bytes + sum(self.children_private_bytes)
 
     @property
     def all_most_bytes(self) -> int:
-        """The sum of ``host_anon_most_bytes`` and the private memory of forked processes."""
         return self.host_anon_most_bytes + sum(self.children_private_bytes)
 
 
@@ -122,27 +104,23 @@ class Prediction(Peaks):
     """The predicted peaks of one load, from its start until every byte was read (``touch``).
 
     Attributes:
-        use: the use that follows the load; None if no use is predicted. Only ``floor_bytes`` and
-            ``phases`` include the memory of the use.
+        use: the use that follows the load, if any. Only ``floor_bytes`` and ``phases`` include it.
         checkpoint_dtype: the dtype of most bytes of the checkpoint that is loaded.
         model_bytes: the size of all parameters and buffers; tied tensors count once.
-        baseline_anon_bytes: the anonymous memory before the load, after the import of torch.
-        baseline_file_bytes: the resident pages of files mapped before the load (torch's libraries).
-        host_anon_least_bytes: the anonymous peak in a process whose heap reuses the holes that freed large
-            blocks leave: the lowest case. Without holes, it equals ``host_anon_peak_bytes``.
+        baseline_anon_bytes, baseline_file_bytes: the memory before the load, after the import of torch.
+        host_anon_least_bytes: the anonymous peak in a process whose heap reuses the holes that freed
+            large blocks leave: the lowest case.
         host_anon_most_bytes: this peak in a process where a small block above freed large blocks
-            keeps them in the heap: the highest case. Without such blocks, it equals
-            ``host_anon_peak_bytes``.
+            keeps them in the heap: the highest case.
         tensor_peak_bytes: the peak of anonymous and page-locked memory that large tensors use.
         in_flight_bytes: the size of the pages that are being read from the disk at once while the
-            model is touched. The kernel cannot reclaim these pages. 0 if no file stays mapped.
+            model is touched, which the kernel cannot reclaim. 0 if no file stays mapped.
         floor_bytes: the smallest RAM limit under which load and use should work in every process.
         disk_read_bytes: the bytes read from the checkpoint if no page of it is cached.
         reasons: phrases that explain the peak, such as "keeps two copies of the weights".
         is_mixed: whether the model may have tied weights, or several floating-point dtypes.
         computes_buffers: whether the model may have buffers that no checkpoint has.
-        cannot: the reason why the cell has no prediction and all figures are None; empty if the cell
-            was predicted.
+        cannot: the reason why the cell has no prediction; empty if the cell was predicted.
     """
 
     cell: Cell
@@ -158,18 +136,21 @@ class Prediction(Peaks):
     disk_read_bytes: int | None = None
     work: Work = Work()
     phases: tuple[PredictedPhase, ...] = ()
-    reasons: tuple[str, ...] = field(default_factory=tuple)
+    reasons: tuple[str, ...] = ()
     use: PredictedUse | None = None
     checkpoint_dtype: str = ""
     is_mixed: bool = True
     computes_buffers: bool = True
 
     @property
+    def strategy(self) -> str:
+        return self.cell.strategy
+
+    @property
     def floor_least_bytes(self) -> int | None:
         """The smallest RAM limit under which load and use should work in at least some processes.
 
-        ``in_flight_bytes`` is left out, because the kernel may read ahead less when memory is
-        short.
+        Without ``in_flight_bytes``: the kernel may read ahead less when memory is short.
         """
         if self.floor_bytes is None:
             return None
@@ -177,6 +158,14 @@ class Prediction(Peaks):
         if self.use:
             least, most = max(least, self.use.all_least_bytes), max(most, self.use.all_most_bytes)
         return self.floor_bytes - (most - least) - self.in_flight_bytes
+
+    @property
+    def above_peak_bytes(self) -> int:
+        """The RAM floor minus the highest anonymous peak; ``ABOVE_PEAK_BYTES`` if one is unknown."""
+        most = self.host_anon_most_bytes or self.host_anon_peak_bytes
+        if self.floor_bytes is None or most is None:
+            return ABOVE_PEAK_BYTES
+        return self.floor_bytes - max(most, self.use.all_most_bytes if self.use else 0)
 
     @property
     def use_floor_bytes(self) -> int | None:
@@ -193,47 +182,33 @@ class Prediction(Peaks):
         sizes = [getattr(self, name), getattr(self.use, name) if self.use else None]
         return max((size for size in sizes if size is not None), default=None)
 
-    @property
-    def above_peak_bytes(self) -> int:
-        """The RAM floor minus the highest anonymous peak; ``ABOVE_PEAK_BYTES`` if one is unknown."""
-        most = self.host_anon_most_bytes or self.host_anon_peak_bytes
-        if self.floor_bytes is None or most is None:
-            return ABOVE_PEAK_BYTES
-        return self.floor_bytes - max(most, self.use.all_most_bytes if self.use else 0)
-
-    @property
-    def strategy(self) -> str:
-        return self.cell.strategy
-
 
 def from_json(cell: Cell, fields: dict[str, Any]) -> Prediction:
-    fields.pop("error", None)  # the text of the error is also in ``cannot``
-    fields.pop("cell", None)
-    phases = tuple(PredictedPhase(**phase) for phase in fields.pop("phases", ()))
-    reasons = tuple(fields.pop("reasons", ()))
-    work = Work(**fields.pop("work", {}))
-    use = fields.pop("use", None)
-    if use:
-        use = PredictedUse(**use | {"children_private_bytes": tuple(use["children_private_bytes"])})
-    return Prediction(cell=cell, phases=phases, reasons=reasons, work=work, use=use, **fields)
+    found = {name: value for name, value in fields.items() if name not in ("cell", "error")}
+    found["phases"] = tuple(PredictedPhase(**phase) for phase in found.get("phases", ()))
+    found["reasons"] = tuple(found.get("reasons", ()))
+    found["work"] = Work(**found.get("work", {}))
+    if use := found.get("use"):
+        children = tuple(use["children_private_bytes"])
+        found["use"] = PredictedUse(**use | {"children_private_bytes": children})
+    return Prediction(cell, **found)
 
 
 def reasons(
     model_bytes: int, tensor_bytes: int, mapped_bytes: int, cuda_bytes: int | None
 ) -> Iterator[str]:
     """Yield phrases that explain the peaks of tensors in RAM, mapped pages and GPU requests."""
+
+    def copies(size: int) -> str:
+        number = int((size + _WORTH_SAYING * model_bytes) // model_bytes)
+        rest = size - number * model_bytes
+        words = [_NUMBERS.get(number, f"{number} copies") + " of the weights"] if number else []
+        words += [format_bytes(rest)] if rest > _WORTH_SAYING * model_bytes else []
+        return " and ".join(words)
+
     if cuda_bytes:
-        yield f"keeps {_copies(cuda_bytes, model_bytes)} on the GPU"
+        yield f"keeps {copies(cuda_bytes)} on the GPU"
     if tensor_bytes >= model_bytes * 0.5:
-        yield f"keeps {_copies(tensor_bytes, model_bytes)} in memory"
+        yield f"keeps {copies(tensor_bytes)} in memory"
     if mapped_bytes >= model_bytes * 0.5:
-        yield f"maps {_copies(mapped_bytes, model_bytes)}, which the kernel may drop and read again"
-
-
-def _copies(size: int, model_bytes: int) -> str:
-    number = int((size + _WORTH_SAYING * model_bytes) // model_bytes)
-    rest = size - number * model_bytes
-    words = [_NUMBERS.get(number, f"{number} copies") + " of the weights"] if number else []
-    if rest > _WORTH_SAYING * model_bytes:
-        words.append(format_bytes(rest))
-    return " and ".join(words)
+        yield f"maps {copies(mapped_bytes)}, which the kernel may drop and read again"

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from weighin.predict.ledger import anon_bytes
 from weighin.probes.process import memory_of, read_status
 from weighin.units import MIB
 from weighin.worker.verify import touch
@@ -94,15 +95,10 @@ PRELOADED: Final = Preloaded()
 
 
 class GpuContext:
-    """The CUDA context of this process; its sizes are 0 until ``create`` finds a GPU.
-
-    Attributes:
-        context_bytes: the anonymous memory of the context.
-        kernels_bytes: the anonymous memory of the kernels that read a model.
-    """
+    """The CUDA context of this process; its sizes are 0 until ``create`` finds a GPU."""
 
     def __init__(self) -> None:
-        self.context_bytes = self.kernels_bytes = 0
+        self.context_bytes = self.kernels_bytes = 0  # anonymous memory
         self._is_tried = False
 
     def create(self) -> None:
@@ -110,20 +106,16 @@ class GpuContext:
         if self._is_tried or not torch.cuda.is_available():
             return
         self._is_tried = True
-        before = _anon_bytes()
+        before = anon_bytes()
         with suppress(RuntimeError):  # no free memory on the GPU
             weight = torch.zeros(MIB, device="cuda")
             torch.cuda.synchronize()
-            self.context_bytes = _anon_bytes() - before
+            self.context_bytes = anon_bytes() - before
             touch({"weight": weight})
-            self.kernels_bytes = _anon_bytes() - before - self.context_bytes
+            self.kernels_bytes = anon_bytes() - before - self.context_bytes
             del weight
             torch.cuda.empty_cache()
 
     def hidden_bytes(self, *, needs_gpu: bool) -> int:
         """Return the bytes of kernels and context that a measured process lacks before its load."""
         return self.kernels_bytes + (0 if needs_gpu else self.context_bytes)
-
-
-def _anon_bytes() -> int:
-    return memory_of(read_status()).anon_bytes

@@ -6,8 +6,8 @@ A use of the loaded model, such as a training step, may follow.
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from pathlib import Path
@@ -16,14 +16,21 @@ from unittest.mock import patch
 
 import torch
 
-from weighin.cell import FORK, TRAINING, Cell, phase_of
+from weighin.cell import FORK, TRAINING, Cell, ModelSpec, phase_of
+from weighin.checkpoint.truth import loaded
 from weighin.predict.allocators import CachingAllocator, Extents
 from weighin.predict.dispatch import CannotFollow, Operations
-from weighin.predict.ledger import Ledger, extent
+from weighin.predict.ledger import Ledger, anon_bytes, extent
 from weighin.predict.patches import declared, gguf_reads, pretended, safetensors_reads
 from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedUse, Prediction, Work, reasons
 from weighin.predict.process import PRELOADED
+from weighin.probes.process import memory_of, read_status
 from weighin.result import WINDOWS_IN_FLIGHT, Memory
+from weighin.stream import formats, quantised
+from weighin.stream import gguf_files as gguf
+from weighin.stream.construct import Builder
+from weighin.stream.pretrained_folder import adapter_of, own_dtype, refuse_part
+from weighin.stream.pretrained_library import Selection
 from weighin.stream.tensors import tensors_in, tied_names
 from weighin.units import MIB
 from weighin.worker.loading import Inputs, WorkerLoad, import_strategy
@@ -33,15 +40,12 @@ from weighin.worker.verify import identity, named_tensors, touch
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
 _USE_SHARE: Final = 100
 _USE_BYTES: Final = 16 * MIB
-"""The RAM floor of a use adds 1 % and these bytes to the predicted peak, which may be too low.
-
-In each run, the pages that a backward pass frees are at different addresses of the heap.
+"""The RAM floor of a use adds 1 % and these bytes to the predicted peak, which may be too low: in each
+run, the pages that a backward pass frees are at different addresses of the heap.
 """
 _PART: Final = 4096  # rows or columns of a matrix: a larger matrix needs no larger buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no more memory
-
-_OF_A_CHILD_BYTES: Final = 4 * MIB
-"""The private memory of a forked Python process, without the weights that it writes."""
+_OF_A_CHILD_BYTES: Final = 4 * MIB  # private memory of a forked process, without weights it writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class UseToFollow:
 
 def run(
     cell: Cell,
-    builder: Callable[..., torch.nn.Module],
+    builder: Builder,
     checkpoint: Path,
     strategy: Path,
     baseline: Memory,
@@ -71,7 +75,6 @@ def run(
         own_bytes: the anonymous memory of this process that a measured process would not have.
         read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
         kernels_bytes: the part of ``own_bytes`` that CUDA takes when a GPU first reads the model.
-        use: the use that follows the load; None if nothing follows the load.
     """
     device = torch.device(cell.device)
     gpu = CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None
@@ -94,23 +97,28 @@ def run(
             model = load(job)
             ledger.work["cpu_ns"] = time.process_time_ns() - start_ns
         ledger.work["modules"] += len(sys.modules) - modules
-    loaded = _ready(ledger, model, cell, read_ahead_bytes, kernels_bytes)
+    done = _ready(ledger, model, cell, read_ahead_bytes, kernels_bytes)
     if use is None:
-        return loaded
+        return done
     if use.inputs and device.type == "cpu":
         _multiply(model)
     with _intercepted(ledger, checkpoint):
         inputs = use.inputs and use.inputs.to(device)
-        used = follow(ledger, model, replace(use, inputs=inputs))
+        used = _follow(ledger, model, replace(use, inputs=inputs))
     most = used.all_most_bytes
     most += most // _USE_SHARE + _USE_BYTES + ledger.shared_bytes
-    in_use = _floor(most, loaded.in_flight_bytes)
-    return replace(
-        loaded,
-        use=used,
-        floor_bytes=max(loaded.floor_bytes or 0, in_use),
-        phases=tuple(ledger.phases),
-    )
+    floor = max(done.floor_bytes or 0, _floor(most, done.in_flight_bytes))
+    return replace(done, use=used, floor_bytes=floor, phases=tuple(ledger.phases))
+
+
+def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
+    """Raise CheckpointError for a checkpoint that a model's library cannot load as it is."""
+    refuse_part(source, selection)
+    if quantised.of_model(model) or formats.detect(source) == gguf.NAME or adapter_of(model):
+        return  # the load of the cell alone tells
+    ledger = Ledger(None, memory_of(read_status()))
+    with suppress(CannotFollow), _intercepted(ledger, source):
+        loaded(model, source, getattr(torch, own_dtype(model)))
 
 
 @contextmanager
@@ -127,44 +135,41 @@ def _ready(
 
     The RAM floor includes the file pages that the disk is reading: they cannot be reclaimed.
     """
-    tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}
+    tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}.values()
     with ledger.phase("touch"):
-        for tensor in tensors.values():
+        for tensor in tensors:
             ledger.read(tensor)
         if torch.device(cell.device).type == "cpu":
-            _touch(ledger, (tensor.nbytes for tensor in tensors.values()))
+            _touch(ledger, (tensor.nbytes for tensor in tensors))
         else:
             ledger.adopt(kernels_bytes)
-    model_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
+    on_gpu: dict[str, Any] = {
+        name: max(getattr(phase, name) or 0 for phase in ledger.phases)
+        for name in ledger.cuda_peaks
+    }
+    figures = ledger.figures
+    model_bytes = sum(tensor.nbytes for tensor in tensors)
+    mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors)
     in_flight_bytes = mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes
-    highest: dict[str, Any] = dict.fromkeys(ledger.phases[-1].cuda)
-    for name in highest if ledger.cuda else ():
-        highest[name] = max(getattr(phase, name) or 0 for phase in ledger.phases)
+    mapped_bytes = figures["host_file_peak_bytes"] - ledger.baseline.file_bytes
+    requested = on_gpu.get("cuda_requested_bytes")
     work = Work(**ledger.work)
-    kinds = {one.dtype for one in tensors.values() if one.is_floating_point() or one.is_complex()}
-    most_bytes = max(ledger.most_anon_bytes, ledger.peak_anon_bytes)
-    mapped_bytes = ledger.peak_file_bytes - ledger.baseline.file_bytes
-    requested = highest["cuda_requested_bytes"]
+    kinds = {one.dtype for one in tensors if one.is_floating_point() or one.is_complex()}
     return Prediction(
         cell,
         model_bytes=model_bytes,
         baseline_anon_bytes=ledger.baseline.anon_bytes,
         baseline_file_bytes=ledger.baseline.file_bytes,
-        host_anon_peak_bytes=ledger.peak_anon_bytes,
-        host_anon_least_bytes=min(ledger.least_anon_bytes, ledger.peak_anon_bytes),
-        host_anon_most_bytes=most_bytes,
-        tensor_peak_bytes=ledger.peak_tensor_bytes,
-        host_file_peak_bytes=ledger.peak_file_bytes,
         in_flight_bytes=in_flight_bytes,
-        floor_bytes=_floor(most_bytes + ledger.shared_bytes, in_flight_bytes),
+        floor_bytes=_floor(figures["host_anon_most_bytes"] + ledger.shared_bytes, in_flight_bytes),
         disk_read_bytes=work.disk_read_bytes,
         work=work,
         phases=tuple(ledger.phases),
-        reasons=(*reasons(model_bytes, ledger.peak_tensor_bytes, mapped_bytes, requested),),
+        reasons=(*reasons(model_bytes, figures["tensor_peak_bytes"], mapped_bytes, requested),),
         is_mixed=bool(tied_names(model)) or not kinds <= {getattr(torch, cell.dtype)},
         computes_buffers=any(each._non_persistent_buffers_set for each in model.modules()),
-        **highest,
+        **figures,
+        **on_gpu,
     )
 
 
@@ -175,13 +180,13 @@ def _floor(most_bytes: int, in_flight_bytes: int) -> int:
 def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
     """Read real tensors as a measured process reads its model, to measure the memory of reading.
 
-    ``sizes`` are the sizes of the model's tensors, in bytes. Each thread reads one tensor. A part
-    of a large tensor suffices, because reading the whole tensor needs no more memory.
+    Each thread reads one tensor. A part of a large tensor suffices, because reading the whole tensor
+    needs no more memory.
     """
-    before, other = ledger.own_anon_bytes, ledger.other_anon_bytes
+    before, other = anon_bytes(), ledger.other_anon_bytes
     largest = nlargest(torch.get_num_threads(), (min(size, _TOUCHED_BYTES) for size in sizes))
     tensors = {f"{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(largest)}
-    ledger.other_anon_bytes += ledger.own_anon_bytes - before
+    ledger.other_anon_bytes += anon_bytes() - before
     touch(tensors)
     ledger.update()
     tensors.clear()
@@ -204,7 +209,7 @@ def _multiply(model: torch.nn.Module) -> None:
         torch.nn.functional.linear(some_tokens, torch.zeros(rows, columns, dtype=dtype))
 
 
-def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> PredictedUse:
+def _follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> PredictedUse:
     """Run the use, recorded as one phase, and return its peaks; the use "fork" is only computed.
 
     Raises:
@@ -212,25 +217,19 @@ def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Predicte
     """
     ledger.restart_peaks()
     written_bytes = 0
+    children: tuple[int, ...] = ()
     with ledger.phase(phase_of(use.name)):
         if use.name == FORK:
             pages = Extents()
             written_bytes = sum(pages.add(*extent(t)) for t in named_tensors(model).values())
+            children = (written_bytes + _OF_A_CHILD_BYTES,) * CHILDREN
         else:
             kept = _perform(ledger, model, use)
             ledger.update()
             del kept
-    child_bytes = written_bytes + _OF_A_CHILD_BYTES
-    return PredictedUse(
-        name=use.name,
-        host_anon_peak_bytes=ledger.peak_anon_bytes,
-        host_anon_least_bytes=min(ledger.least_anon_bytes, ledger.peak_anon_bytes),
-        host_anon_most_bytes=max(ledger.most_anon_bytes, ledger.peak_anon_bytes),
-        tensor_peak_bytes=ledger.peak_tensor_bytes + CHILDREN * written_bytes,
-        host_file_peak_bytes=ledger.peak_file_bytes,
-        children_private_bytes=(child_bytes,) * CHILDREN if use.name == FORK else (),
-        **ledger.phases[-1].cuda,
-    )
+    figures = ledger.figures | ledger.cuda_peaks
+    figures["tensor_peak_bytes"] += CHILDREN * written_bytes
+    return PredictedUse(name=use.name, children_private_bytes=children, **figures)
 
 
 def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
@@ -255,12 +254,8 @@ def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
         return use.function(model, None, Path(folder))
 
 
-@contextmanager
-def _saves() -> Iterator[None]:
-    """Let ``torch.save`` write no tensor values.
-
-    The memory of the save stays the same, because a real save makes no copy of the values.
-    """
+def _saves() -> Any:
+    """Let ``torch.save`` write no tensor values: a real save makes no copy of them, either."""
     original = torch._C.PyTorchFileWriter
 
     class Writer(original):  # type: ignore[misc, valid-type]
@@ -270,5 +265,4 @@ def _saves() -> Iterator[None]:
             else:
                 super().write_record(name, data, size)
 
-    with patch.object(torch._C, "PyTorchFileWriter", Writer):
-        yield
+    return patch.object(torch._C, "PyTorchFileWriter", Writer)

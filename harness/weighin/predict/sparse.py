@@ -1,6 +1,5 @@
 """Write checkpoints without values: sparse files, which use almost no disk space."""
 
-import fnmatch
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,9 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint import reader, truth
 from weighin.checkpoint.checksum import CELL_DTYPES
 from weighin.checkpoint.manifest import Manifest
-from weighin.models import pretrained
-from weighin.stream import formats, quantised
-from weighin.stream import gguf_files as gguf
-from weighin.stream.construct import build_skeleton, resolve_builder
-from weighin.stream.foreign import lacks, misfit
-from weighin.stream.pretrained_folder import own_dtype, refuse_part
-from weighin.stream.pretrained_library import TIMM, WHOLE, Selection, library_of, module_of
+from weighin.stream import formats
+from weighin.stream.pretrained_folder import own_dtype
+from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.stream.write import write
 
 
@@ -41,20 +36,19 @@ def make_sparse(
         ConfigError: the builder cannot be used.
         CheckpointError: ``source`` cannot be read.
     """
-    kind = getattr(torch, dtype or own_dtype(model))
-    if source is not None:
-        slices = formats.read(source, selection)
-        kind = reader.widest_dtype(slices)
+    wanted = getattr(torch, dtype or own_dtype(model))
+    slices = None if source is None else formats.read(source, selection)
     kept: set[str] = set()
-    if source is not None and library_of(model.builder) is None:
+    if slices is not None and library_of(model.builder) is None:
         tensors = reader.plans(slices)
     else:
+        kind = wanted if slices is None else reader.widest_dtype(slices)
         described = truth.describe(model, real_buffers="non_persistent", dtype=kind)
         tensors = truth.plans(described)
         kept = {name for name, one in described.items() if one.is_kept}
     if dtype is not None:
         tensors = [
-            replace(one, dtype=getattr(torch, dtype))
+            replace(one, dtype=wanted)
             if one.dtype.is_floating_point and one.name not in kept
             else one
             for one in tensors
@@ -71,52 +65,6 @@ def main_dtype(checkpoint: Path) -> str:
     for one in formats.read(checkpoint):
         sizes[one.dtype_name] += one.nbytes
     return next((name for name, _ in sizes.most_common(1)), "")
-
-
-def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
-    """Raise an error for a checkpoint that no strategy can load into a library's model.
-
-    Raises:
-        CheckpointError: ``source`` lacks weights, has them in another shape, or cannot be read; or
-            ``selection`` selects a part of a Hugging Face folder.
-    """
-    refuse_part(source, selection)
-    slices = formats.read(source, selection)
-    if slices.format == gguf.NAME or quantised.of_model(model) or model.builder == TIMM.builder:
-        return  # the load alone tells
-    builder = resolve_builder(model.builder)
-    built = build_skeleton(builder, model.kwargs, real_buffers="non_persistent")
-    wanted = built.state_dict(keep_vars=True)
-    # None: a conversion of the library gives the shape.
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    library = module_of(model.builder)
-    if library is pretrained:
-        names = pretrained.ModelNames(built)
-        for one in slices:
-            name, pattern = names.of(one.name)
-            if pattern is None:
-                shapes[name] = one.shape
-                continue
-            first, *more = names.by_pattern[pattern].target_patterns
-            for target in (first, *more):
-                found = fnmatch.filter(wanted, name.replace(first, target))
-                shapes |= dict.fromkeys([name, *found])
-    else:
-        shapes |= {name: one.shape for name, one in library.named_as_in(built, slices).items()}
-    kind = type(built).__name__
-    others = [
-        name
-        for name, shape in shapes.items()
-        if shape and name in wanted and wanted[name].shape != shape
-    ]
-    if others:
-        raise misfit(source, kind, {"of another shape": others})
-    values = {id(wanted[name]) for name in shapes if name in wanted}  # also under its tied names
-    values |= {id(buffer) for buffer in built.buffers()}
-    if library is pretrained:
-        values |= {id(wanted[name]) for name in pretrained.computed_keys(built)}
-    if missing := sorted(name for name, tensor in wanted.items() if id(tensor) not in values):
-        raise lacks(source, missing, kind)
 
 
 def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:

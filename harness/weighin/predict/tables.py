@@ -25,13 +25,12 @@ ONE_AFTER_THE_OTHER: Final = "one after the other"
 _BASES: Final = {
     "host_anon_peak_bytes": "baseline_anon_bytes",
     "host_file_peak_bytes": "baseline_file_bytes",
-    "cuda_requested_bytes": None,
-    "cuda_allocated_bytes": None,
-    "cuda_reserved_bytes": None,
+    "cuda_requested_bytes": "",
+    "cuda_allocated_bytes": "",
+    "cuda_reserved_bytes": "",
 }
-"""For each peak, the field with the memory in use before a load.
-
-This memory counts only one time for all parts. None means that it is zero.
+"""For each peak, the field with the memory in use before a load, which counts only once for all parts
+of a pipeline; empty if it is zero.
 """
 _PAGE_TABLE_SHARE: Final = 512
 _INSIDE: Final = ("cell", "is_mixed", "computes_buffers")
@@ -55,17 +54,15 @@ def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
     return {
         "predictions": [
             {
-                "strategy": prediction.strategy,
-                "model": prediction.cell.model.title,
-                "format": prediction.cell.format,
-                "device": prediction.cell.device,
-                "dtype": prediction.cell.dtype,
-                "options": prediction.cell.options,
-                **{
-                    name: value for name, value in asdict(prediction).items() if name not in _INSIDE
-                },
+                "strategy": one.strategy,
+                "model": one.cell.model.title,
+                "format": one.cell.format,
+                "device": one.cell.device,
+                "dtype": one.cell.dtype,
+                "options": one.cell.options,
+                **{name: value for name, value in asdict(one).items() if name not in _INSIDE},
             }
-            for prediction in predictions
+            for one in predictions
         ]
     }
 
@@ -112,12 +109,12 @@ def _other_peak(peak: str, prediction: Prediction) -> str:
 
 def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table:
     first = predictions[0]
-    uses = any(one.use for one in predictions)
-    columns = _ON_HOST | _DISK_READ
-    if first.cuda_with_use("cuda_allocated_bytes") is not None:
-        columns = _ON_HOST | _ON_GPU | _DISK_READ
-    names = ["strategy", "format"] + ["use"] * uses
-    columns = {name: one for name, one in columns.items() if uses or name != _OF_USE}
+    on_gpu = first.cuda_with_use("cuda_allocated_bytes") is not None
+    columns = _ON_HOST | (_ON_GPU if on_gpu else {}) | _DISK_READ
+    names = ["strategy", "format", "use"]
+    if not any(one.use for one in predictions):
+        names.remove("use")
+        del columns[_OF_USE]
     rows: list[list[Entry | str]] = []
     for one in predictions:
         labels = [_name(one), one.cell.format, one.use.name if one.use else ""][: len(names)]
@@ -137,11 +134,9 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
 
 
 def _figure(prediction: Prediction, name: str) -> int | None:
-    if name == _OF_USE:
-        return prediction.use.all_peak_bytes if prediction.use else None
     if name in _ON_GPU:
         return prediction.cuda_with_use(name)
-    size: int | None = getattr(prediction, name)
+    size: int | None = getattr(prediction.use if name == _OF_USE else prediction, name, None)
     return size
 
 
@@ -161,16 +156,12 @@ def gib(size: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Combined(Peaks):
-    """The peaks of a pipeline whose parts are all loaded with one strategy, in bytes; None means not predicted.
+    """The peaks of a pipeline whose parts are all loaded with one strategy, in bytes.
 
     *Together*: each loaded part stays in memory. The peak is the memory of all loaded parts plus the
     largest temporary memory of one load, whatever part is loaded first. *One after the other*: each
-    part is freed before the next load, and the peak is the highest peak of a single part.
-
-    Attributes:
-        strategy: the strategy's name; if the parts use several libraries' loaders, all their names.
-        held: "together" or "one after the other".
-        cannot: why a part could not be predicted; empty if all parts could.
+    part is freed before the next load, and the peak is the highest peak of a single part. ``strategy``
+    joins the names if the parts use several libraries' loaders.
     """
 
     strategy: str
@@ -208,12 +199,9 @@ def combined(parts: Mapping[str, Sequence[Prediction]]) -> list[Combined]:
             most = [each.host_anon_most_bytes or 0 for each in of_parts]
             anon = (peaks["host_anon_peak_bytes"] or 0) + max(map(operator.sub, most, usual))
             above = max(each.above_peak_bytes for each in of_parts)
-            tables_bytes = max(anon - max(usual), 0) // _PAGE_TABLE_SHARE
+            floor = anon + above + max(anon - max(usual), 0) // _PAGE_TABLE_SHARE
             sizes = [each.model_bytes or 0 for each in of_parts]
-            size, floor = (
-                sum(sizes) if held == TOGETHER else max(sizes),
-                anon + above + tables_bytes,
-            )
+            size = sum(sizes) if held == TOGETHER else max(sizes)
             answers.append(Combined(name, held, model_bytes=size, floor_bytes=floor, **peaks))
     return answers
 
@@ -230,15 +218,11 @@ def _peak(figure: str, held: str, parts: Sequence[Prediction]) -> int | None:
 
 
 def _before(prediction: Prediction, figure: str) -> int:
-    base = _BASES[figure]
-    return (getattr(prediction, base) or 0) if base else 0
+    return getattr(prediction, _BASES[figure], None) or 0
 
 
 def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
-    """Return the bytes that a part keeps after its load.
-
-    They are the part's peak in the last phase, less the memory in use before the load.
-    """
+    """Return the bytes that a part keeps after its load: those in the last phase above those before."""
     last = getattr(prediction.phases[-1], figure) if prediction.phases else None
     return max(0, (last or 0) - _before(prediction, figure))
 
@@ -246,15 +230,13 @@ def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
 def pipeline_table(title: str, answers: Sequence[Combined]) -> Iterable[Table | Lines]:
     if known := [each for each in answers if not each.cannot]:
         on_gpu = known[0].cuda_requested_bytes is not None
-        columns = _ON_HOST | _ON_GPU if on_gpu else {**_ON_HOST}
+        columns = _ON_HOST | (_ON_GPU if on_gpu else {})
         del columns[_OF_USE]
         size = format_bytes(max(each.model_bytes or 0 for each in known))
+        heads = [Column(name, is_name=True) for name in ("strategy", "parts in memory")]
         yield Table(
             f"{title} ({size}) · all parts · predicted peaks, GiB",
-            [
-                *(Column(name, is_name=True) for name in ("strategy", "parts in memory")),
-                *columns.values(),
-            ],
+            [*heads, *columns.values()],
             [
                 [each.strategy, each.held, *(gib(getattr(each, name)) for name in columns)]
                 for each in known
@@ -275,5 +257,4 @@ def pipeline_table(title: str, answers: Sequence[Combined]) -> Iterable[Table | 
 def pipeline_as_json(
     path: str, parts: Iterable[str], answers: Iterable[Combined]
 ) -> dict[str, Any]:
-    """Return a pipeline's predicted peaks for ``--json``; a size is in bytes, or None if unknown."""
     return {"path": path, "parts": list(parts), "combined": [asdict(each) for each in answers]}
