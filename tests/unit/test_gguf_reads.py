@@ -10,6 +10,7 @@ import torch
 from test_predict_ledger import BASELINE
 
 from weighin import install
+from weighin.predict import patches
 from weighin.predict.dispatch import CannotFollow, Operations
 from weighin.predict.ledger import Ledger
 from weighin.predict.patches import gguf_reads
@@ -107,8 +108,7 @@ def test_the_packages_that_a_load_imports_are_the_loads_memory_once(
     path, _ = file_of(tmp_path, "F32")
     before = ledger.other_anon_bytes
     with monkeypatch.context() as patched:
-        memory = property(lambda _: next(sizes, 74 * MIB))
-        patched.setattr(Ledger, "own_anon_bytes", memory)
+        patched.setattr(patches, "anon_bytes", lambda: next(sizes, 74 * MIB))
         with gguf_reads(ledger, path):
             assert ledger.other_anon_bytes - before == 64 * MIB
             module.load_gguf_checkpoint(path)

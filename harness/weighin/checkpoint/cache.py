@@ -7,8 +7,6 @@ generated from one seed or read from one checkpoint of the user::
         manifest.json     the tensors that the model must have after a load
         pt.json           marker: format pt is complete; its files, their sizes and mtimes
         pt/model.pt
-        per_param.json
-        per_param/...
         .making-XXXX/     the folder of a running or killed child
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
     $WEIGHIN_CACHE/plans.sha256    the digests of the plans that weighin wrote (``weighin.plan.start``)

@@ -1,10 +1,9 @@
 """Compute a checksum of a tensor's bytes at the speed of memory, on any device.
 
-weighin measures the time until every byte of a loaded model was read; the computation of the
-checksums reads every byte. A CRC reads only 2 GB/s, and would take longer than many loads. A plain
-sum does not detect swapped bytes. The checksum of weighin reads 13 GB/s. The algorithm deals
-the 8-byte words of a 4 MiB chunk in turn to 65,521 lanes, adds up each lane, multiplies each lane's
-sum by an odd constant, and chains the sums of the chunks. The number of lanes is a prime, so that
+The computation reads every byte of a loaded model, as a measurement must. A CRC reads only 2 GB/s, and
+would take longer than many loads; a plain sum does not detect swapped bytes. This checksum reads 13 GB/s:
+it deals the 8-byte words of a 4 MiB chunk in turn to 65,521 lanes, adds up each lane, multiplies each
+lane's sum by an odd constant, and chains the sums of the chunks. The number of lanes is a prime, so that
 the words of a shifted row are in other lanes. Any single changed word changes the result.
 """
 
@@ -56,7 +55,9 @@ class RunningChecksum:
 
     def update(self, piece: torch.Tensor) -> None:
         """Add the next contiguous piece; all pieces but the last must consist of whole chunks."""
-        for words in _chunks(piece.reshape(-1).view(torch.uint8)):
+        raw = piece.reshape(-1).view(torch.uint8)
+        for start in range(0, raw.numel(), CHUNK_BYTES):
+            words = _words(raw[start : start + CHUNK_BYTES])
             self._value = (self._value * _MULTIPLIER + _chunk_value(words)) & _MASK
 
     def hexdigest(self) -> str:
@@ -114,16 +115,14 @@ def cut(
         yield rest
 
 
-def _chunks(raw: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bytes as 8-byte words, a chunk at a time; zeros fill up the last word."""
-    for start in range(0, raw.numel(), CHUNK_BYTES):
-        chunk = raw[start : start + CHUNK_BYTES]
-        aligned = chunk.storage_offset() % 8 == 0 and chunk.data_ptr() % 8 == 0
-        if chunk.numel() % 8 or not aligned:
-            padded = torch.zeros(-(-chunk.numel() // 8) * 8, dtype=torch.uint8, device=raw.device)
-            padded[: chunk.numel()] = chunk
-            chunk = padded
-        yield chunk.view(torch.int64)
+def _words(chunk: torch.Tensor) -> torch.Tensor:
+    """Return the bytes as 8-byte words; zeros fill up the last word."""
+    aligned = chunk.storage_offset() % 8 == 0 and chunk.data_ptr() % 8 == 0
+    if chunk.numel() % 8 or not aligned:
+        padded = torch.zeros(-(-chunk.numel() // 8) * 8, dtype=torch.uint8, device=chunk.device)
+        padded[: chunk.numel()] = chunk
+        chunk = padded
+    return chunk.view(torch.int64)
 
 
 def _chunk_value(words: torch.Tensor) -> int:

@@ -3,7 +3,8 @@
 ``Heap`` follows malloc/malloc.c of glibc 2.36 with its default settings. It leaves out small blocks,
 because their positions differ between processes. Instead, a ``Heap`` models one of three cases:
 
-* usual: when a large block between two used blocks is freed, small blocks take part of the hole, which is then too small for another block of the large one's size;
+* usual: when a large block between two used blocks is freed, small blocks take part of the hole, which
+  is then too small for another block of the large one's size;
 * ``reuses``: small blocks lie elsewhere, and a hole can hold another block of the same size;
 * ``pinned``: a small block lies above all large blocks, so that the kernel gets no freed page back.
 
@@ -71,9 +72,8 @@ class HeapPages:
     """A set of pages of a heap that begins at address 0, stored as one byte per page."""
 
     def __init__(self) -> None:
-        self._pages = mmap.mmap(
-            -1, _MOST_HEAP_BYTES // PAGE_BYTES
-        )  # only its touched pages use memory
+        # Only its touched pages use memory.
+        self._pages = mmap.mmap(-1, _MOST_HEAP_BYTES // PAGE_BYTES)
         self._end = 0
         self.nbytes = 0
 
@@ -111,8 +111,7 @@ class HeapPages:
 class Block:
     """A part of a heap, or of a segment (one reservation) of GPU memory, with links to its neighbours.
 
-    ``in_heap`` is False for a mapping of its own, ``small`` tells the pool of a segment, and
-    ``requested`` is the size that was asked for.
+    ``in_heap`` is False for a mapping of its own, and ``small`` tells the pool of a segment.
     """
 
     address: int
@@ -161,12 +160,7 @@ def _joined(pool: list[Block], block: Block) -> Block:
 
 
 class Heap:
-    """The heap of one process; ``pages`` are its written pages, at simulated addresses.
-
-    Args:
-        reuses: whether a hole can hold another block of the same size.
-        pinned: whether a small block lies at the top, so that free chunks below it stay holes.
-    """
+    """The heap of one process; ``pages`` are its written pages, at simulated addresses."""
 
     def __init__(self, *, reuses: bool = False, pinned: bool = False) -> None:
         self.pages = HeapPages()
@@ -226,24 +220,17 @@ class CudaOutOfMemory(Exception):
 
 
 class CachingAllocator:
-    """Blocks and segments of one device, with their current sums and peaks in bytes.
-
-    ``limit_bytes`` limits the reserved bytes (``set_per_process_memory_fraction``).
-    """
+    """Blocks and segments of one device, with their current sums and peaks in bytes."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes  # of the reserved bytes: set_per_process_memory_fraction
         self.current = dict.fromkeys(_KINDS, 0)
         self.peak = dict.fromkeys(_KINDS, 0)
         self._free: dict[bool, list[Block]] = {True: [], False: []}
         self._next_address = 0
 
     def malloc(self, requested: int) -> Block:
-        """Return a block for ``requested`` bytes; ``requested`` must be at least 1.
-
-        Raises:
-            CudaOutOfMemory: the block would exceed the limit.
-        """
+        """Return a block for at least one byte; CudaOutOfMemory: it would exceed the limit."""
         size = -(-requested // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
         small = size <= _SMALL_BYTES
         block = _taken(self._free[small], size) or self._new_segment(size, small)

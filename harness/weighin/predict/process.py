@@ -32,10 +32,8 @@ _ROOT: Final = "torch._dynamo"
 class Preloaded(MetaPathFinder, Loader):
     """An import finder that runs before all other finders, and returns the hidden modules.
 
-    Attributes:
-        anon_bytes: the anonymous memory of modules that are hidden.
-        file_bytes: the size of resident file pages that the import of these modules has mapped.
-        on_import: a function that gets ``anon_bytes`` when the modules are imported.
+    ``anon_bytes`` and ``file_bytes`` are the memory of the hidden modules and of the file pages that their
+    import has mapped. When the modules are imported, ``on_import`` gets ``anon_bytes``.
     """
 
     def __init__(self) -> None:
