@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from factories import planned
+from safetensors.torch import load_file, save_file
 
 from weighin import load_pretrained
 from weighin.checkpoint import cache
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.truth import index
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError, ConfigError, HarnessError
 from weighin.models.pretrained import example_inputs, from_config, pretrained_class
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
@@ -198,6 +199,28 @@ def test_formats_that_weighin_writes_from_converted_keys_are_predicted(make: Mak
     for one in client.predict(cells, checkpoint=found.checkpoint):
         assert not one.cannot
         assert one.host_anon_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        (None, "has no values for model.norm.weight of this "),
+        ((5,), "keys: 1 of another shape (model.norm.weight)"),
+    ],
+)
+def test_a_folder_that_its_library_refuses_is_not_predicted(
+    make: Make, tmp_path: Path, shape: tuple[int, ...] | None, text: str
+) -> None:
+    folder = shutil.copytree(make("experts"), tmp_path / "folder")
+    state = load_file(folder / "model.safetensors")
+    del state["model.norm.weight"]
+    state |= {"model.norm.weight": torch.zeros(shape)} if shape else {}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    spec = registry.model(str(folder))
+    cells = planned((spec,), [(registry.strategy("baseline"), dict[str, Any]())])
+    with pytest.raises(HarnessError) as caught:
+        client.predict(cells, checkpoint=read_folder(folder).checkpoint)
+    assert text in caught.value.message
 
 
 def test_keys_of_a_model_are_not_those_of_another_file(tmp_path: Path) -> None:

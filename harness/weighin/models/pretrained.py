@@ -82,9 +82,6 @@ class ModelNames:
         mapping = get_model_conversion_mapping(model)
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        self.by_pattern = {
-            pattern: one for one in self._converters for pattern in one.source_patterns
-        }
         self.wanted, self._prefix = model.state_dict(keep_vars=True), model.base_model_prefix
 
     def of(self, name: str) -> tuple[str, str | None]:

@@ -1,6 +1,6 @@
 """Build a model of the diffusers library, a part of a pipeline, as its ``from_pretrained`` does."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +10,6 @@ from weighin.errors import ConfigError
 from weighin.models.pretrained import class_of_pipelines, import_failed, imported, says
 from weighin.stream.pretrained_folder import folder_of, variant_of
 from weighin.stream.pretrained_library import DIFFUSERS
-from weighin.stream.slices import Slice
 
 _QUANTISED: Final = "quantization_config"
 
@@ -57,13 +56,6 @@ def diffusers_class(architecture: str) -> Any:
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
     diffusers_class(kwargs["architecture"])
-
-
-def named_as_in(model: Any, slices: Sequence[Slice]) -> dict[str, Slice]:
-    """Return a checkpoint's tensors by the names that ``from_pretrained`` gives them."""
-    named = {each.name: each for each in slices}
-    model._fix_state_dict_keys_on_load(named)
-    return named
 
 
 def reference(
