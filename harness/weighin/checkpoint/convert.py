@@ -9,7 +9,6 @@ target.
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -97,8 +96,7 @@ class Conversion:
             )
             complete()
         except BaseException as error:
-            with suppress(ConfigError, OSError):
-                staging.remove_dead(self.target)  # the files of a child that was killed
+            staging.remove_orphans(self.target.parent, self._beside)  # of a child that was killed
             if not isinstance(error, KeyboardInterrupt) or not self.target.exists():
                 raise
         return {
@@ -122,6 +120,11 @@ class Conversion:
             | {name: kind(fields[name]) for name, kind in kinds.items()}
             | {name: kind(**fields[name]) for name, kind in parts.items()}
         )
+
+    @property
+    def _beside(self) -> str:
+        """The beginning of the name of the hidden folder; file systems allow names of 255 bytes."""
+        return f".{self.target.name[:40]}.weighin-"
 
     def check_target(self) -> None:
         """Raise ConfigError if the target exists or cannot be made, or is inside the source."""
@@ -172,7 +175,7 @@ class Conversion:
         permit(RECORD_BYTES * len(tensors) + stored)
         fmt, most = format_for(self.target, self.fmt), self.max_shard_bytes
         started = monotonic()
-        with staging.growing_beside(self.target) as temporary:
+        with staging.own_folder(self.target.parent, self._beside) as temporary:
             new = temporary / self.target.name
             write(fmt, new, tensors, pieces, progress, max_shard_bytes=most)
             seconds = monotonic() - started

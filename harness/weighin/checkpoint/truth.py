@@ -32,7 +32,6 @@ from weighin.models.pretrained import written_after_load
 from weighin.stream import formats
 from weighin.stream import gguf_files as gguf
 from weighin.stream.construct import (
-    RealBuffers,
     build_skeleton,
     constructed_buffers,
     map_large_tensors,
@@ -99,15 +98,13 @@ class Described:
         )
 
 
-def describe(
-    spec: ModelSpec, *, real_buffers: RealBuffers, dtype: torch.dtype | None = None
-) -> dict[str, Described]:
+def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Described]:
     """Return a model's tensors by name, built in ``dtype`` (by default that of its published files, or
     float32): its state dict, then non-persistent buffers.
     """
     builder, dtype = spec.builder, dtype or getattr(torch, own_dtype(spec))
     build = resolve_builder(builder)
-    model = build_skeleton(build, spec.kwargs, real_buffers=real_buffers, dtype=dtype)
+    model = build_skeleton(build, spec.kwargs, dtype=dtype)
     own = named_tensors(model)
     if lazy := [name for name, each in own.items() if torch.nn.parameter.is_lazy(each)]:
         raise ConfigError(
@@ -225,7 +222,7 @@ def make(
     formats.suffix_of(fmt)  # raises for a format that is not written
     map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
-    described = describe(spec, real_buffers="all")
+    described = describe(spec)
     tensors = plans(described)
     permit(sum(RECORD_BYTES + (0 if one.shared_with else one.nbytes) for one in tensors))
 
@@ -264,7 +261,7 @@ def index(
     slices = formats.read(checkpoint, selection)
     check_converts(checkpoint, slices, NOT_MEASURED)
     converts = slices.format != fmt or bool(selection) or not slices.only_tensors
-    described = describe(spec, real_buffers="non_persistent")
+    described = describe(spec)
     refuse_codes(checkpoint, slices, [*described])
     places = {where.name: where for where in slices}
     _check_fits(checkpoint, spec.name, places, described)

@@ -184,14 +184,9 @@ class Prediction(Peaks):
 
 
 def from_json(cell: Cell, fields: dict[str, Any]) -> Prediction:
-    found = {name: value for name, value in fields.items() if name not in ("cell", "error")}
-    found["phases"] = tuple(PredictedPhase(**phase) for phase in found.get("phases", ()))
-    found["reasons"] = tuple(found.get("reasons", ()))
-    found["work"] = Work(**found.get("work", {}))
-    if use := found.get("use"):
-        children = tuple(use["children_private_bytes"])
-        found["use"] = PredictedUse(**use | {"children_private_bytes": children})
-    return Prediction(cell, **found)
+    import msgspec  # here, because the predicting process must not import it
+
+    return msgspec.convert(fields | {"cell": cell}, Prediction, from_attributes=True)
 
 
 def reasons(

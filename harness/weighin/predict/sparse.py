@@ -43,7 +43,7 @@ def make_sparse(
         tensors = reader.plans(slices)
     else:
         kind = wanted if slices is None else reader.widest_dtype(slices)
-        described = truth.describe(model, real_buffers="non_persistent", dtype=kind)
+        described = truth.describe(model, kind)
         tensors = truth.plans(described)
         kept = {name for name, one in described.items() if one.is_kept}
     if dtype is not None:
@@ -75,7 +75,7 @@ def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
     therefore make some large models impossible.
     """
     kind = getattr(torch, dtype)
-    described = truth.describe(model, real_buffers="non_persistent", dtype=kind)
+    described = truth.describe(model, kind)
     blank = dict.fromkeys(CELL_DTYPES, "0" * 16)
     entries = tuple(one.entry(blank) for one in described.values())
     path = folder / "manifest.json"
