@@ -255,21 +255,18 @@ def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
         os.close(descriptor)
 
 
-def list_entries() -> list[CachedCheckpoint]:
-    """Return all checkpoints of the cache, the most recently used first."""
-    checkpoints = [stored for entry in _entries() for stored in _checkpoints(entry)]
-    return sorted(checkpoints, key=lambda stored: stored.last_used_s, reverse=True)
+def list_entries(name: str | None = None) -> list[CachedCheckpoint]:
+    """Return the checkpoints of the cache, the most recently used first: all, those of the model ``name``, or
+    those of the one entry called ``name``.
+    """
+    found = [stored for entry in _entries(name) for stored in _checkpoints(entry)]
+    return sorted(found, key=lambda stored: stored.last_used_s, reverse=True)
 
 
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
-    """Remove all entries of the model ``name``, the one entry called ``name``, or all entries if ``name`` is
-    None; return the removed checkpoints. ``clear`` waits for children that are writing to these entries.
-    """
-    chosen = [e for e in _entries() if name is None or name in {e.name, e.name.rpartition("-")[0]}]
-    if name is not None and not chosen:
-        raise UnknownName("cached model", name, {e.name.rpartition("-")[0] for e in _entries()})
+    """Remove what ``list_entries`` lists, and return it; wait for children that are writing there."""
     removed: list[CachedCheckpoint] = []
-    for entry in chosen:
+    for entry in _entries(name):
         with _locked(entry, lambda: None):
             removed += _checkpoints(entry)
             for marker in entry.glob("*.json"):  # first: a format without a marker is incomplete
@@ -278,11 +275,15 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
     return removed
 
 
-def _entries() -> list[Path]:
+def _entries(name: str | None) -> list[Path]:
     models = staging.folder() / "models"
     found = sorted(models.iterdir()) if models.is_dir() else []
     # A symbolic link could lead out of the cache.
-    return [entry for entry in found if entry.is_dir() and not entry.is_symlink()]
+    entries = [entry for entry in found if entry.is_dir() and not entry.is_symlink()]
+    chosen = [e for e in entries if name in (None, e.name, e.name.rpartition("-")[0])]
+    if name is not None and not chosen:
+        raise UnknownName("cached model", name, {e.name.rpartition("-")[0] for e in entries})
+    return chosen
 
 
 def _markers(entry: Path) -> list[Path]:

@@ -192,10 +192,8 @@ def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
     """Delete generated checkpoints after a question. Your own checkpoints are never deleted."""
     from weighin.checkpoint import cache, staging
 
-    stored, model = cache.list_entries(), typed["model"]
-    chosen = [one for one in stored if model in (None, one.name, one.name.rpartition("-")[0])]
-    if model is not None and not chosen:
-        raise UnknownName("cached model", model, {one.name.rpartition("-")[0] for one in stored})
+    model = typed["model"]
+    chosen = cache.list_entries(model)
     size = format_bytes(sum(one.size_bytes for one in chosen))
     counted = f"{len(chosen)} checkpoint{'s' * (len(chosen) != 1)}"
     if chosen and not typed["yes"]:
