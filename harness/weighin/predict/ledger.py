@@ -43,9 +43,11 @@ class MemoryBlock:
     """One tensor storage, and the memory that it would use in a real load.
 
     ``chunks`` are its blocks in the ledger's heaps. A ``real`` storage is really written, and so uses
-    memory of this process. If ``known``, its values are the same as in a real load.
+    memory of this process. If ``known``, its values are the same as in a real load. A block ends with its
+    storage, of which it is an attribute.
     """
 
+    ledger: "Ledger"
     place: Place
     address: int
     nbytes: int
@@ -54,16 +56,9 @@ class MemoryBlock:
     known: bool = True
     pages: Extents = field(default_factory=Extents)
     cuda: Block | None = None
-    storage: "FollowedStorage | None" = None
-    before: "MemoryBlock | None" = None
-    after: "MemoryBlock | None" = None
 
-
-class FollowedStorage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with the storage's ``MemoryBlock`` for its callback."""
-
-    __slots__ = ("block",)
-    block: MemoryBlock
+    def __del__(self) -> None:
+        self.ledger.freed(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,8 +101,6 @@ class Ledger:
         self.other_anon_bytes = own_bytes
         self.pinned_bytes = 0
         self.forced_place: Place | None = None
-        # A linked list: the table of a dict would move while it grows, and pin the heap's top.
-        self._last: MemoryBlock | None = None
         self._files: list[MappedFile] = []
         self._heaps = Heap(), Heap(reuses=True), Heap(pinned=True)
         self._free_pinned: Counter[int] = Counter()
@@ -142,31 +135,18 @@ class Ledger:
     def _register(self, storage: torch.UntypedStorage, allocated: bool) -> MemoryBlock:
         address, nbytes = storage.data_ptr(), storage.nbytes()
         place = "file" if self._file_at(address) else self.forced_place or "host"
-        block = MemoryBlock(place, address, nbytes, real=nbytes <= SMALL_BYTES and place != "file")
+        real = nbytes <= SMALL_BYTES and place != "file"
+        block = MemoryBlock(self, place, address, nbytes, real=real)
         if place == "cuda" and nbytes and self.cuda is not None:
             block.cuda = self.cuda.malloc(nbytes)
         elif place == "pinned":
             self._pin(nbytes)
         elif place == "host" and allocated and not block.real:
             block.chunks = tuple(heap.malloc(nbytes) for heap in self._heaps)
-        block.storage = FollowedStorage(storage, self._freed)
-        block.storage.block = block
-        block.before, self._last = self._last, block
-        if block.before:
-            block.before.after = block
         setattr(storage, _ATTRIBUTE, block)
         return block
 
-    def _freed(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(storage, FollowedStorage)
-        block = storage.block
-        if block.after:
-            block.after.before = block.before
-        else:
-            self._last = block.before
-        if block.before:
-            block.before.after = block.after
-        block.storage = None
+    def freed(self, block: MemoryBlock) -> None:
         if block.cuda is not None:
             assert self.cuda
             self.cuda.free(block.cuda)
