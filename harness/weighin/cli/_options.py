@@ -33,19 +33,18 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
     """
     from weighin.settings import definition
 
-    parts = [(one, "") for one in (definition.Measure, definition.Load, definition.Model, definition.Command)]  # fmt: skip
+    parts = (definition.Measure, definition.Load, definition.Model, definition.Command)
     found: list[click.Parameter] = []
-    for part, start in (*parts, (definition.SuiteCommand, _OF_COMMAND)):
+    for part in (*parts, definition.SuiteCommand):
         for name, field in part.model_fields.items():
             written, is_flag = definition.option_of(field), field.annotation is bool
             if not written or verb not in written.verbs.split():
                 continue
-            values = field.default if isinstance(field.default, list) else [field.default]
-            # The description of a setting without a plain default says what holds.
-            plain = [one for one in values if isinstance(one, str | int | float | None)]
-            texts = ["none" if one is None else str(one) for one in plain]
-            has_default = not is_flag and (values != [None] or isinstance(field.default, list))
-            shown = usual.get(name) or ",".join(texts if has_default else [])
+            shown, default = usual.get(name, ""), field.default
+            if isinstance(default, list):
+                shown = shown or ",".join("none" if one is None else str(one) for one in default)
+            elif isinstance(default, str | int | float) and not is_flag:
+                shown = shown or str(default)  # else the description says what holds
             more = " Repeatable." if written.is_repeatable and name != "strategies" else ""
             more += f" [default: {shown}]" if shown else ""
             found.append(
@@ -53,7 +52,7 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
                     [*definition.names_of(name, written), name],
                     written.group,
                     f"{field.description}{more}",
-                    key=start + name,
+                    key=f"{_OF_COMMAND}{name}" if part is definition.SuiteCommand else name,
                     default=None,
                     is_flag=is_flag,
                     multiple=written.is_repeatable,

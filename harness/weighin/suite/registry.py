@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from importlib.util import find_spec
@@ -77,7 +77,7 @@ def data_folder(name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
-    """The declarations in a strategy's file.
+    """The declarations in a strategy's file: the constants of these names, in capitals.
 
     Attributes:
         formats: the checkpoint formats that the strategy reads (a load) or writes (a save).
@@ -96,8 +96,8 @@ class StrategyInfo:
     name: str
     path: Path
     summary: str
-    formats: tuple[str, ...]
-    devices: tuple[str, ...]
+    formats: tuple[str, ...] = ("pt",)
+    devices: tuple[str, ...] = ("cpu",)
     options: tuple[str, ...] = ()
     maps_keys: bool = False
     pretrained: str = ""
@@ -197,41 +197,28 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
             f"{path}, line {line}: {name} is not {what}", f"write it as in {example}"
         )
 
-    def texts(name: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+    declared: dict[str, Any] = {}
+    for field in fields(StrategyInfo)[3:]:  # after name, path and summary
+        name, default = field.name.upper(), field.default
         value, _ = constants.get(name, (default, 0))
-        is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
-        if not is_texts or (default and not value):
-            first = [*default, "name"][0]
-            raise wrong(name, "a tuple of strings", f'{name} = ("{first}",)')
-        return tuple(value)
-
-    flags = {name for name, (value, _) in constants.items() if value is True}
-    formats_read, peak = texts("FORMATS", ("pt",)), texts("PEAK")
-    words = {word for text in peak for word in text.split(" + ")}
-    if words - {*PEAK_WORDS} or len(peak) not in (0, 1, len(formats_read)):
+        if isinstance(default, bool):
+            value = value is True
+        elif isinstance(default, tuple):
+            is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+            if not is_texts or (default and not value):
+                raise wrong(name, "a tuple of strings", f'{name} = ("{[*default, "name"][0]}",)')
+        declared[field.name] = value
+    words = {word for text in declared["peak"] for word in text.split(" + ")}
+    if words - {*PEAK_WORDS} or len(declared["peak"]) not in (0, 1, len(declared["formats"])):
         what = f"a sum of {', '.join(PEAK_WORDS)}, or one for each of FORMATS"
         raise wrong("PEAK", what, 'PEAK = ("model + tensor",)')
-    library, _ = constants.get("PRETRAINED", ("", 0))
-    library = TRANSFORMERS.name if library is True else library
-    if library not in ("", *(each.name for each in LIBRARIES)):
+    if declared["pretrained"] is True:
+        declared["pretrained"] = TRANSFORMERS.name
+    if declared["pretrained"] not in ("", *(each.name for each in LIBRARIES)):
         raise wrong("PRETRAINED", "the name of a library", 'PRETRAINED = "timm"')
-    return StrategyInfo(
-        name=path.stem,
-        path=path.resolve(),
-        summary=docstring.splitlines()[0] if docstring else "",
-        formats=formats_read,
-        devices=texts("DEVICES", ("cpu",)),
-        options=texts("OPTIONS"),
-        maps_keys="MAPS_KEYS" in flags,
-        pretrained=library,
-        packages=texts("PACKAGES"),
-        shares_load="SHARES_LOAD" in flags,
-        weights_only="WEIGHTS_ONLY" in flags,
-        dequantises="DEQUANTISES" in flags,
-        merges=bool(flags & {"MERGES", "NEEDS_ADAPTER"}),
-        needs_adapter="NEEDS_ADAPTER" in flags,
-        peak=peak,
-    )
+    declared["merges"] |= declared["needs_adapter"]
+    summary = docstring.splitlines()[0] if docstring else ""
+    return StrategyInfo(path.stem, path.resolve(), summary, **declared)
 
 
 def name_of(requirement: str) -> str:
