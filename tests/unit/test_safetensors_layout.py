@@ -138,11 +138,11 @@ def test_pieces_of_another_length_are_refused(tmp_path: Path, numel: int) -> Non
         ),
         (
             TensorPlan("__metadata__", (1,), torch.float32),
-            "a tensor is called __metadata__, a name that safetensors reserves",
+            "a tensor has the name '__metadata__', which is reserved in the header",
         ),
         (
             TensorPlan("format", (1,), torch.float32, "w"),
-            "the tied tensor 'format' has a name that is reserved in the metadata",
+            "a tensor has the name 'format', which is reserved in the header",
         ),
     ],
 )

@@ -5,7 +5,6 @@ from there to a checkpoint. Patterns are of a file's first bytes, or of a list o
 module also reads a file's first bytes, by which readers recognise their files, and the JSON of others.
 """
 
-import errno
 import json
 import re
 import time
@@ -127,6 +126,9 @@ _TABLE: Final = (
     ("head", r"\A\x08[\x03-\x1f][\x12\x1a\x22\x2a\x32\x3a\x42]", "an ONNX model", _COMPILED),
     ("head", r"\A(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./]",
      "a msgpack file, as flax writes them", _INTO_TORCH),
+    ("records", r"^[^/\n]*/(?:constants|bytecode)\.pkl$", "a TorchScript program, not only weights",
+     _TRUSTED + _saving("torch.jit.load(p, 'cpu').state_dict()")),
+    ("records", r"^[^/\n]*/data\.pkl$", "", ""),
     ("records", r"^(?:[^/\n]*/)?(?:models/model\.json|serialized_exported_program\.json)$",
      "an exported program (torch.export), not only weights",
      _TRUSTED + _saving("dict(torch.export.load(p).state_dict)")),
@@ -139,6 +141,14 @@ _TABLE: Final = (
     ("records", r"^[^/\n]*/\.data/serialization_id$",
      "a file of torch.save without data.pkl, as when torch.save is interrupted", "save it again"),
     ("records", r"^model\.weights\.h5$", "a Keras model", _INTO_TORCH),
+    ("records", r"^.*[^/\n]$", "a zip archive of other files: {found}", _UNPACK + "unzip {file}"),
+    ("records", r"", "a zip archive", _UNPACK + "unzip {file}"),
+    ("folder", r"\A\Z", "an empty folder", "give a checkpoint file, or the folder of a model"),
+    ("folder", rf"\A(?![\s\S]*^(?:config\.json|{re.escape(pipeline.INDEX)})$)(?=[\s\S]*^modules\.json$)"
+     r"[\s\S]*?^(.+\.(?:safetensors|bin))$", "a sentence-transformers folder without a transformer",
+     "give the file: {path}/{0}"),
+    ("folder", r"\A(?![\s\S]*^config\.json$)[\s\S]*^modules\.json$",
+     "a sentence-transformers folder without weights", "copy the whole folder"),
     ("folder", r"^mp_rank_\d+(?:_\d+){,2}$",
      "a step of Megatron-LM, whose ranks hold parts of the model: {found}",
      "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py --model-type GPT --loader"
@@ -173,9 +183,11 @@ _TAGS: Final = ("latest", "latest_universal", "latest_checkpointed_iteration.txt
 
 _known: Final[ContextVar[dict[Hashable, Any] | None]] = ContextVar("known", default=None)
 
-Kept = TypeVar("Kept")
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+
+
+# Each file is read once, and several files at the same time
 
 
 @contextmanager
@@ -192,14 +204,14 @@ def remembering() -> Iterator[None]:
         _known.reset(token)
 
 
-def once(key: Hashable, read: Callable[[], Kept]) -> Kept:
+def once(key: Hashable, read: Callable[[], Value]) -> Value:
     """Return the result of ``read``, or within ``remembering`` an earlier result for this key."""
     known = _known.get()
     if known is None:
         return read()
     if key not in known:
         known[key] = read()
-    kept: Kept = known[key]
+    kept: Value = known[key]
     return kept
 
 
@@ -224,6 +236,9 @@ def map_late(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterat
         # Each thread gets a context, so that ``remembering`` holds in it, too.
         others = [(copy_context(), item) for item in rest]
         yield from pool.map(lambda one: one[0].run(function, one[1]), others)
+
+
+# What a file is, by its first bytes
 
 
 def read_start(path: Path) -> bytes:
@@ -260,12 +275,7 @@ def is_legacy(head: bytes) -> bool:
 
 
 def check_present(path: Path) -> bytes:
-    """Return the first bytes of a file, if it may be a checkpoint.
-
-    Raises:
-        CheckpointError: the path does not exist, is not a regular file or cannot be read, or the file
-            is empty or of another known kind.
-    """
+    """Return the first bytes of a regular file, if it may be a checkpoint."""
     if not path.exists():
         raise missing(path)
     if not path.is_file():
@@ -276,15 +286,30 @@ def check_present(path: Path) -> bytes:
         raise unreadable(path, error) from error
     if not head:
         raise CheckpointError(f"{path}: empty file", AGAIN)
-    if found := _by_content(path, head) or _text(path, head):
+    if found := _by_content(path, head, may_be_text=False):
         raise found
     return head
 
 
-def _by_content(path: Path, head: bytes) -> CheckpointError | None:
+def _by_content(path: Path, head: bytes, *, may_be_text: bool) -> CheckpointError | None:
+    """Return the error for a file of a known other kind, or for a text."""
     if is_safetensors(head) or is_legacy(head):  # the length can equal any magic number
         return None
-    return _recognised("name", path.name, path) or _recognised("head", head.decode("latin-1"), path)
+    found = _recognised("name", path.name, path) or _recognised(
+        "head", head.decode("latin-1"), path
+    )
+    if found or may_be_text:
+        return found
+    try:
+        text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+    except UnicodeDecodeError:
+        return None
+    if any(letter < " " and letter not in "\t\n\r\f" for letter in text):
+        return None
+    return CheckpointError(
+        f"{path}: a text file, not a checkpoint; it begins with {one_line(text, 60)!r}",
+        "give the checkpoint itself; if the text is an answer of a web server, ask it for the file again",
+    )
 
 
 def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
@@ -293,58 +318,33 @@ def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
     for of, pattern, what, repair in _TABLE:
         if of != column or not (found := [*re.finditer(pattern, text, flags)]):
             continue
+        unpacked = path.with_suffix("") if path.suffix in _PACKED else f"{path}.unpacked"
         words = {
             "path": path,
             "file": quote(str(path)),
             "name": path.name,
             "folder": path.parent,
-            "unpacked": quote(str(path.with_suffix("") if path.suffix in _PACKED else f"{path}.unpacked")),
+            "unpacked": quote(str(unpacked)),
             "decrypted": quote(f"{path}.decrypted"),
             "first": found[0][0],
             "found": one_line(few([one[0] for one in found])),
             "lacks": "no index" if "config.json" in text.split("\n") else "no config.json and no index",
         }  # fmt: skip
-        groups = found[0].groups()
-        return CheckpointError(
-            f"{path}: {what.format(*groups, **words)}", repair.format(*groups, **words)
-        )
+        if not what:
+            return None
+        message, advice = (one.format(*found[0].groups(), **words) for one in (what, repair))
+        return CheckpointError(f"{path}: {message}", advice)
     return None
-
-
-def _text(path: Path, head: bytes) -> CheckpointError | None:
-    """Return the error for a file that begins as a text."""
-    try:
-        text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
-    except UnicodeDecodeError:
-        return None
-    controls = any(letter < " " and letter not in "\t\n\r\f" for letter in text)
-    if controls or is_safetensors(head) or is_legacy(head):
-        return None
-    return CheckpointError(
-        f"{path}: a text file, not a checkpoint; it begins with {one_line(text, 60)!r}",
-        "give the checkpoint itself; if the text is an answer of a web server, ask it for the file again",
-    )
 
 
 def other_zip(path: Path, names: Sequence[str]) -> CheckpointError | None:
     """Return the error for a zip archive with records of these names; None if ``torch.save`` may have
     written it.
     """
-    inner = {name.partition("/")[2] for name in names}
-    if inner & {"constants.pkl", "bytecode.pkl"}:
-        way = _TRUSTED + _saving("torch.jit.load(p, 'cpu').state_dict()")
-        return CheckpointError(
-            f"{path}: a TorchScript program, not only weights", way.format(file=quote(str(path)))
-        )
-    if "data.pkl" in inner:
-        return None
-    if found := _recognised("records", "\n".join(names), path):
-        return found
-    files = [name for name in names if not name.endswith("/")]
-    content = f" of other files: {one_line(few(files))}" if files else ""
-    return CheckpointError(
-        f"{path}: a zip archive{content}", f"{_UNPACK}unzip {quote(str(path))}"
-    )  # fmt: skip
+    return _recognised("records", "\n".join(names), path)
+
+
+# Errors for one fault each
 
 
 def resaving(path: Path) -> str:
@@ -366,10 +366,8 @@ def damaged(path: Path, what: str, repair: str = RESAVE) -> CheckpointError:
 
 def truncated(path: Path, what: str, end: int, file_bytes: int) -> CheckpointError:
     """Return the error for a file that ends before the byte ``end``, where ``what`` ends."""
-    return CheckpointError(
-        f"{path}: truncated: {what} ends at byte {end:,}, but the file ends at byte {file_bytes:,}",
-        AGAIN,
-    )
+    what = f"truncated: {what} ends at byte {end:,}, but the file ends at byte {file_bytes:,}"
+    return CheckpointError(f"{path}: {what}", AGAIN)
 
 
 def unreadable(path: Path | str, error: OSError) -> CheckpointError:
@@ -381,9 +379,8 @@ def unreadable(path: Path | str, error: OSError) -> CheckpointError:
 
 
 def missing(path: Path | str) -> CheckpointError:
-    return broken_link(Path(path)) or CheckpointError(
-        f"{path}: no such file or folder", "check the path"
-    )
+    gone = CheckpointError(f"{path}: no such file or folder", "check the path")
+    return broken_link(Path(path)) or gone
 
 
 def broken_link(path: Path) -> CheckpointError | None:
@@ -402,6 +399,9 @@ def broken_link(path: Path) -> CheckpointError | None:
     return CheckpointError(what, "restore the file to which the link leads, or correct the link")
 
 
+# Paths, and models of the Hub
+
+
 def hub_id(snapshot: Path) -> str:
     """Return the model's id, "owner/name", for a snapshot folder in the Hub's cache; else ""."""
     snapshots, entry = snapshot.parent, snapshot.parent.parent.name
@@ -415,37 +415,30 @@ def looks_like_path(text: str) -> bool:
 
     "checkpoints/mine" is a path if there is a folder "checkpoints"; otherwise it may be an id.
     """
-    if text.startswith(("./", "../", "/", "~")) or text.endswith(_PATHS_END):
+    if text in (".", "..") or text.startswith(("./", "../", "/", "~")) or text.endswith(_PATHS_END):
         return True
-    return (
-        text in (".", "..") or text.count("/") > 1 or ("/" in text and Path(text).parent.is_dir())
-    )
+    return text.count("/") > 1 or ("/" in text and Path(text).parent.is_dir())
+
+
+# JSON of others
 
 
 def read_object(path: Path, repair: str) -> dict[str, Any]:
-    """Return the JSON object in a file of somebody else's, in bounded memory.
-
-    Raises:
-        CheckpointError: the file is unreadable, too long, nested too deeply, or no JSON object, or
-            a key occurs twice.
-    """
+    """Return the JSON object in a file of somebody else's, in bounded memory."""
     try:
         text = read_bytes(path, MOST_JSON_BYTES)
     except OSError as error:
-        if error.errno != errno.EFBIG:
-            raise unreadable(path, error) from error
-        fault = f"the file's {path.stat().st_size:,} bytes are more than weighin reads"
-        raise CheckpointError(f"{path}: {fault}", repair) from None
+        raise unreadable(path, error) from error
     if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
-        raise CheckpointError(f"{path}: damaged: too many values are nested in one another", repair)
+        raise damaged(path, "too many values are nested in one another", repair)
     try:
         value = json.loads(text.decode(), object_pairs_hook=no_duplicates)
-    except (RecursionError, ValueError) as error:
-        is_deep = isinstance(error, RecursionError)
-        fault = "its values are nested too deeply in one another" if is_deep else str(error)
-        raise not_json(path, text, f"damaged: {fault}", repair) from error
+    except RecursionError:
+        raise damaged(path, "its values are nested too deeply in one another", repair) from None
+    except ValueError as error:
+        raise not_json(path, text, f"damaged: {error}", repair) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: damaged: not a JSON object", repair)
+        raise damaged(path, "not a JSON object", repair)
     return value
 
 
@@ -463,11 +456,14 @@ def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointErro
     """Return the error for a file whose text is not JSON; ``fault`` is the JSON parser's message."""
     if not text:
         return CheckpointError(f"{path}: empty file", AGAIN)
-    if found := _by_content(path, text[:_HEAD_BYTES]):
+    if found := _by_content(path, text[:_HEAD_BYTES], may_be_text=True):
         return found
     if text.lstrip().startswith(b"{") and not text.rstrip().endswith(b"}"):
         return CheckpointError(f"{path}: truncated: the JSON object has no end", AGAIN)
     return CheckpointError(f"{path}: {fault}", repair)
+
+
+# Folders
 
 
 def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each kind)
@@ -477,53 +473,38 @@ def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each ki
     """
     names = sorted(entry.name for entry in folder.iterdir())
     for name in names:
-        if (name == "config.json" or name.endswith((*WEIGHTS, ".index.json"))) and (
-            broken := broken_link(folder / name)
-        ):
+        is_read = name == "config.json" or name.endswith((*WEIGHTS, ".index.json"))
+        if is_read and (broken := broken_link(folder / name)):
             return broken
     if pipeline.is_pipeline(folder) and (whole := pipeline.read(folder)).models:
         return whole.refused()
-    weights = [name for name in names if name.endswith(WEIGHTS)]
-
-    def refused(what: str, repair: str) -> CheckpointError:
-        return CheckpointError(f"{folder}: {what}", repair)
-
-    if not names:
-        return refused("an empty folder", "give a checkpoint file, or the folder of a model")
     if ADAPTER in names:
         base = object_in(folder / ADAPTER, MIB).get("base_model_name_or_path")
         named = one_line(str(base), 100) if base else "a model that it does not name"
+        weights = [name for name in names if name.endswith(WEIGHTS)]
         alone = f"; for the adapter alone: {folder / weights[0]}" if weights else ""
-        return refused(
-            f"an adapter of {named}, not a whole model",
+        return CheckpointError(
+            f"{folder}: an adapter of {named}, not a whole model",
             "merge it into its base, and give the merged model's folder: merge_and_unload() of peft,"
             f" then save_pretrained(FOLDER){alone}",
         )
     if step := named_step(folder):
         tag, inner = step
+        what = f"{tag.name} names the step {inner.name}, which is not here"
+        repair = "copy that folder too, or give the folder of another step"
         if inner.is_dir():
-            return refused(
-                f"its weights are in a step of a training run: {inner.name}",
-                f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}",
-            )
-        return refused(
-            f"{tag.name} names the step {inner.name}, which is not here",
-            "copy that folder too, or give the folder of another step",
-        )
-    if "modules.json" in names and not {"config.json", pipeline.INDEX} & {*names}:
-        if weights:
-            what = "a sentence-transformers folder without a transformer"
-            return refused(what, f"give the file: {folder / weights[0]}")
-        return refused("a sentence-transformers folder without weights", "copy the whole folder")
+            what = f"its weights are in a step of a training run: {inner.name}"
+            repair = f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}"
+        return CheckpointError(f"{folder}: {what}", repair)
     if found := _recognised("folder", "\n".join(names), folder):
         return found
     if models := models_below(folder):
-        return refused(
-            f"no config.json, but folders with models: {one_line(few(models))}",
+        return CheckpointError(
+            f"{folder}: no config.json, but folders with models: {one_line(few(models))}",
             f"give one of them: {folder / models[0]}",
         )
-    return refused(
-        "not a checkpoint: no config.json, no index and no weights in it",
+    return CheckpointError(
+        f"{folder}: not a checkpoint: no config.json, no index and no weights in it",
         "give the checkpoint file itself, or a folder that save_pretrained or `weighin convert` made",
     )
 
@@ -545,8 +526,7 @@ def named_step(path: Path) -> tuple[Path, Path] | None:
     """
     for tag in (path / name for name in _TAGS):
         try:
-            is_short = tag.is_file() and tag.stat().st_size < 1000
-            text = tag.read_text().strip() if is_short else ""
+            text = read_bytes(tag, 1000).decode().strip()
         except (OSError, ValueError):
             continue
         if text != ".." and text and Path(text).name == text and "\0" not in text:
@@ -587,12 +567,9 @@ def selecting(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[
     ``stored`` maps the checkpoint's names to shapes; ``wanted`` maps the model's names to shapes.
     """
     first = next(iter(wanted), "")
-    for name in stored:
-        prefix = name.removesuffix(first)
-        if not first or not prefix.endswith(".") or prefix + first != name:
-            continue
-        inside = {one: stored[one] for one in stored if one.startswith(prefix)}
-        if {one.removeprefix(prefix): shape for one, shape in inside.items()} != wanted:
+    for prefix in (name.removesuffix(first) for name in stored if name.endswith(f".{first}")):
+        inside = {n.removeprefix(prefix): one for n, one in stored.items() if n.startswith(prefix)}
+        if not first or inside != wanted:
             continue
         if len(inside) == len(stored):
             return (

@@ -253,8 +253,8 @@ class _Tables:
         """Return the number of the entries that follow, if the file may hold so many."""
         count: int = self._number("<Q")
         if count * least_bytes > self._size - self._stream.tell():
-            what = f"{count:,} entries do not fit into the file's {self._size:,} bytes"
-            raise damaged(self._file, what, AGAIN)
+            what = f"truncated: {count:,} entries do not fit into the file's {self._size:,} bytes"
+            raise CheckpointError(f"{self._file}: {what}", AGAIN)
         self._values += count * values
         if self._values > _MOST_VALUES:
             what = "too many values in its metadata, or tensors, for weighin to read in one file"

@@ -14,7 +14,7 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -24,8 +24,7 @@ from typing import Any, Final
 
 import torch
 
-from weighin import install
-from weighin.errors import ConfigError, FormatLimit
+from weighin.errors import ConfigError, FormatLimit, extra
 from weighin.files import drop_written, sync_folder, write_bytes, write_text
 from weighin.stream import folders
 from weighin.stream.folders import DCP_INDEX, INDEX_FIELDS, INDEX_NAME, INDEX_VERSION, file_name
@@ -73,12 +72,10 @@ def write(
         ValueError: the pieces of a tensor together have another size than the tensor.
     """
     values = _Values(pieces, progress)
-    if fmt in folders.SHARD_INDEXES:
-        _write_shards(fmt, target, tensors, values, max_shard_bytes)
-    elif fmt in INDEX_FIELDS:
-        _write_keys(fmt, target, tensors, values)
-    else:
+    if fmt in _WRITE:
         _WRITE[fmt](target, tensors, values)
+    else:
+        _write_folder(fmt, target, tensors, values, max_shard_bytes)
 
 
 # Holes
@@ -100,6 +97,15 @@ class _Values:
 
     pieces: Pieces | None
     progress: Progress | None
+
+    def write(self, path: Path, size: int, fixed: Mapping[int, bytes], holes: list[_Hole]) -> None:
+        """Write a new file of ``size`` bytes: the bytes ``fixed`` at their offsets, and the holes."""
+        with path.open("xb") as file:
+            os.ftruncate(file.fileno(), size)
+            for at, text in fixed.items():
+                _write_all(file.fileno(), memoryview(text), at)
+            os.fsync(file.fileno())
+        self.fill(path, holes)
 
     def fill(self, path: Path, holes: Iterable[_Hole]) -> None:
         if self.pieces is None:
@@ -162,32 +168,32 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
 # Files of torch.save
 
 
-def _blank(plan: TensorPlan) -> torch.Tensor:
-    """Return an uninitialised CPU tensor, whose memory takes no RAM until something touches it."""
-    return torch.empty(plan.shape, dtype=plan.dtype, device="cpu")
-
-
 def _blanks(tensors: Plans) -> dict[str, torch.Tensor]:
-    """Return an uninitialised tensor for each tensor; tied tensors share one."""
+    """Return a CPU tensor for each tensor, whose memory takes no RAM until something touches it; tied
+    tensors share one.
+    """
     blanks: dict[str, torch.Tensor] = {}
     for plan in tensors:
-        blanks[plan.name] = blanks[plan.shared_with] if plan.shared_with else _blank(plan)
+        if plan.shared_with is None:
+            blanks[plan.name] = torch.empty(plan.shape, dtype=plan.dtype, device="cpu")
+        else:
+            blanks[plan.name] = blanks[plan.shared_with]
     return blanks
 
 
-def _with_holes(path: Path, value: object, names: Sequence[str]) -> list[_Hole]:
-    """Write the archive of ``torch.save(value, path)`` with holes; return the hole for each name.
-
-    ``names`` are those of the tensors in the archive, in order, without those tied to an earlier one.
+def _with_holes(path: Path, tensors: Plans, *, alone: bool = False) -> list[_Hole]:
+    """Write the archive of ``torch.save`` of a state dict with holes, and return the holes; with
+    ``alone``, save the first tensor alone.
     """
+    state, stored = _blanks(tensors), [plan for plan in tensors if plan.shared_with is None]
     with torch.serialization.skip_data():
-        torch.save(value, path)
+        torch.save(state[stored[0].name] if alone else state, path)
     holes: dict[int, _Hole] = {}
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
         entry_at = archive.start_dir
         for info in archive.infolist():
-            fixed = os.pread(file.fileno(), 46, entry_at)
-            assert fixed[:4] == _ENTRY
+            entry = os.pread(file.fileno(), 46, entry_at)
+            assert entry[:4] == _ENTRY
             folder, _, number = info.filename.rpartition("/")
             if folder.endswith("/data") and number.isdigit():
                 local, size = os.pread(file.fileno(), 30, info.header_offset), info.file_size
@@ -196,22 +202,21 @@ def _with_holes(path: Path, value: object, names: Sequence[str]) -> list[_Hole]:
                 if size:
                     assert os.pread(file.fileno(), 4, start + size) == _DESCRIPTOR
                     crc_places.append(start + size + 4)
-                name = names[int(number)]
+                name = stored[int(number)].name
                 holes[int(number)] = _Hole(name, start, size, tuple(crc_places))
-            entry_at += 46 + sum(struct.unpack("<3H", fixed[28:34]))
-    assert len(holes) == len(names)
+            entry_at += 46 + sum(struct.unpack("<3H", entry[28:34]))
+    assert len(holes) == len(stored)
     return [holes[number] for number in sorted(holes)]
 
 
-def _write_pt(target: Path, tensors: Plans, values: _Values) -> None:
+def _write_pt(target: Path, tensors: Plans, values: _Values, *, alone: bool = False) -> None:
     if len(tensors) > _MOST_PT_TENSORS:
         raise FormatLimit(
             f"{len(tensors):,} tensors are more than the {_MOST_PT_TENSORS:,} that weighin reads in"
             " one file of torch.save",
             "write them in safetensors: --format safetensors",
         )
-    names = [plan.name for plan in tensors if plan.shared_with is None]
-    values.fill(target, _with_holes(target, _blanks(tensors), names))
+    values.fill(target, _with_holes(target, tensors, alone=alone))
 
 
 def _write_legacy(target: Path, tensors: Plans, values: _Values) -> None:
@@ -243,17 +248,7 @@ def _write_legacy(target: Path, tensors: Plans, values: _Values) -> None:
         fixed[at] = prod(plan.shape).to_bytes(8, "little")
         holes.append(_Hole(plan.name, at + 8, plan.nbytes))
         at += 8 + plan.nbytes
-    _write_fixed(target, fixed, at)
-    values.fill(target, holes)
-
-
-def _write_fixed(target: Path, fixed: Mapping[int, bytes], size: int) -> None:
-    """Write a new file of ``size`` bytes, with these bytes at their offsets."""
-    with target.open("xb") as file:
-        os.ftruncate(file.fileno(), size)
-        for at, text in fixed.items():
-            _write_all(file.fileno(), memoryview(text), at)
-        os.fsync(file.fileno())
+    values.write(target, at, fixed, holes)
 
 
 # safetensors
@@ -270,11 +265,11 @@ def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
         begins[plan.name] = at
         at += plan.nbytes
     ties = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
-    if reserved := [name for name in ties if name in {FORMAT, ORDER}]:
-        what = f"the tied tensor {reserved[0]!r} has a name that is reserved in the metadata"
+    names = [plan.name for plan in tensors]
+    if reserved := [*({FORMAT, ORDER} & ties.keys()), *({METADATA} & {*names})]:
+        what = f"a tensor has the name {reserved[0]!r}, which is reserved in the header"
         raise ConfigError(what, _AS_PT)
     metadata = {FORMAT: "pt", **ties}
-    names = [plan.name for plan in tensors]
     if ties and names[-len(ties) :] != list(ties):
         metadata[ORDER] = json.dumps(names)
     kinds = {torch_name: name for name, torch_name in DTYPES.items()}
@@ -284,9 +279,6 @@ def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
         if kind not in kinds or (not plan.shape and kind in PACKED):
             scalars = " for a single element" if kind in kinds else ""
             what = f"tensor {shown(plan.name)}: safetensors has no dtype {plan.dtype}{scalars}"
-            raise ConfigError(what, _AS_PT)
-        if plan.name == METADATA:
-            what = f"a tensor is called {METADATA}, a name that safetensors reserves"
             raise ConfigError(what, _AS_PT)
         begin, numbers = begins[plan.name], PACKED.get(kind, 1)
         header[plan.name] = {
@@ -303,71 +295,71 @@ def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
             "write several files: weighin convert CHECKPOINT OUT --format sharded",
         )
     head = len(text).to_bytes(8, "little") + text
-    _write_fixed(target, {0: head}, len(head) + at)
     holes = [_Hole(plan.name, len(head) + begins[plan.name], plan.nbytes) for plan in stored]
-    values.fill(target, holes)
+    values.write(target, len(head) + at, {0: head}, holes)
 
 
 # Folders
 
 
-def _write_shards(
+def _write_folder(
     fmt: str, target: Path, tensors: Plans, values: _Values, max_shard_bytes: int
 ) -> None:
-    """Write the shards, with all names of a tied tensor in one shard, then the index.
-
-    The index lists all names in pickled shards, and for safetensors only the first name of a tied
-    tensor, as that shard's header does.
-    """
-    index_name = folders.SHARD_INDEXES[fmt][0]
-    stem, _, suffix = index_name.removesuffix(".index.json").rpartition(".")
-    is_pt = fmt == "sharded_pt"
-    shards: list[list[TensorPlan]] = [[]]
-    homes: dict[str, list[TensorPlan]] = {}
-    filled = 0
-    for plan in tensors:
-        if plan.shared_with is not None:
-            homes[plan.shared_with].append(plan)
-            continue
-        if shards[-1] and filled + plan.nbytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(plan)
-        homes[plan.name] = shards[-1]
-        filled += plan.nbytes
-    target.mkdir()
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
-        (_write_pt if is_pt else _write_safetensors)(target / name, shard, values)
-        weight_map |= {plan.name: name for plan in shard if is_pt or plan.shared_with is None}
-    size = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
-    metadata: dict[str, Any] = {"total_size": size}
+    """Write the files of a folder, all names of a tied tensor into one file, and then the index."""
     names = [plan.name for plan in tensors]
+    shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
+    if fmt in folders.SHARD_INDEXES:
+        homes = _shards(fmt, tensors, max_shard_bytes)
+    else:
+        homes = {name: _file_of(fmt, shared.get(name, name)) for name in names}
+    files: dict[str, list[TensorPlan]] = {}
+    for plan in tensors:
+        files.setdefault(homes[plan.name], []).append(plan)
+    write_file: Callable[[Path, Plans, _Values], None] = _write_pt
+    if fmt == "sharded":
+        write_file = _write_safetensors
+    elif fmt == "per_param":
+        write_file = partial(_write_pt, alone=True)
+    target.mkdir()
+    jobs = [partial(write_file, target / name, plans, values) for name, plans in files.items()]
+    if fmt == "per_param":  # the other files are written by several threads each
+        run_parallel(jobs)
+    else:
+        for job in jobs:
+            job()
+    if fmt in INDEX_FIELDS:
+        write_index(fmt, target, names, shared)
+        return
+    size = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
+    # A shard of safetensors has only the first name of a tied tensor in its header.
+    weight_map = {n: home for n, home in homes.items() if n not in shared or fmt == "sharded_pt"}
+    metadata: dict[str, Any] = {"total_size": size}
     if list(weight_map) != names:
         metadata[ORDER] = names
     sync_folder(target)
     index = {"metadata": metadata, "weight_map": weight_map}
-    write_text(target / index_name, json.dumps(index, indent=2) + "\n")
+    write_text(target / folders.SHARD_INDEXES[fmt][0], json.dumps(index, indent=2) + "\n")
 
 
-def _write_keys(fmt: str, target: Path, tensors: Plans, values: _Values) -> None:
-    def write_one(plan: TensorPlan) -> None:
-        file = target / file_name(plan.name)
-        values.fill(file, _with_holes(file, _blank(plan), [plan.name]))
+def _shards(fmt: str, tensors: Plans, max_shard_bytes: int) -> dict[str, str]:
+    """Return the name of each tensor's shard."""
+    stem, _, suffix = folders.SHARD_INDEXES[fmt][0].removesuffix(".index.json").rpartition(".")
+    numbers: dict[str, int] = {}
+    count, filled = 1, 0
+    for plan in tensors:
+        if plan.shared_with is not None:
+            numbers[plan.name] = numbers[plan.shared_with]
+            continue
+        if filled and filled + plan.nbytes > max_shard_bytes:
+            count, filled = count + 1, 0
+        filled += plan.nbytes
+        numbers[plan.name] = count
+    return {name: f"{stem}-{n:05d}-of-{count:05d}.{suffix}" for name, n in numbers.items()}
 
-    target.mkdir()
-    if fmt == "per_param":
-        run_parallel(partial(write_one, plan) for plan in tensors if plan.shared_with is None)
-    else:
-        modules: dict[str, list[TensorPlan]] = {}
-        for plan in tensors:
-            module = folders.module_of(plan.shared_with or plan.name)
-            modules.setdefault(module, []).append(plan)
-        for module, plans in modules.items():
-            _write_pt(target / file_name(module), plans, values)
-    shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
-    write_index(fmt, target, [plan.name for plan in tensors], shared)
+
+def _file_of(fmt: str, key: str) -> str:
+    """Return the name of the file in which the format ``per_param`` or ``per_module`` keeps a key."""
+    return file_name(key if fmt == "per_param" else folders.module_of(key))
 
 
 def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str, str]) -> None:
@@ -375,12 +367,10 @@ def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str
 
     Call this last: readers take a folder with an index as complete.
     """
+    homes = {key: _file_of(fmt, shared.get(key, key)) for key in keys}
     files: dict[str, list[str]] = {}
-    homes: dict[str, str] = {}
-    for key in keys:
-        first = shared.get(key, key)
-        homes[key] = file_name(first if fmt == "per_param" else folders.module_of(first))
-        files.setdefault(homes[key], []).append(key)
+    for key, name in homes.items():
+        files.setdefault(name, []).append(key)
     values = {"tensors": homes, "files": files, "shared": dict(shared), "order": list(homes)}
     index = {"format": fmt, "version": INDEX_VERSION}
     index |= {name: values[name] for name in INDEX_FIELDS[fmt]}
@@ -401,7 +391,7 @@ def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
             if plan.shared_with is not None:
                 places[plan.name] = places[plan.shared_with]
                 continue
-            (hole,) = _with_holes(scratch, _blank(plan), [plan.name])
+            (hole,) = _with_holes(scratch, [plan], alone=True)
             with scratch.open("rb") as archive:
                 length, end = os.fstat(archive.fileno()).st_size, hole.start + hole.size
                 for start, size in ((0, hole.start), (end, length - end)):
@@ -454,20 +444,11 @@ def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:
 
     A tied weight is written only under the first of its names.
     """
-    try:
+    with extra("loaders", "writing tensorizer's format"):
         from tensorizer import TensorSerializer, TensorType
-    except ImportError as error:
-        raise ConfigError(
-            "the package tensorizer, which alone can write tensorizer's format, cannot be"
-            f" imported: {error}",
-            install.command("loaders"),
-        ) from None
     stored = [plan for plan in tensors if plan.shared_with is None]
     needed = sum(
-        _TENSORIZER_ENTRY_BYTES
-        + len(plan.name.encode())
-        + len(str(plan.dtype))
-        + 4 * len(plan.shape)
+        _TENSORIZER_ENTRY_BYTES + len(f"{plan.name}{plan.dtype}".encode()) + 4 * len(plan.shape)
         for plan in stored
     )
     if needed > _TENSORIZER_INDEX_BYTES:
