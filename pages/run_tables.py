@@ -163,9 +163,8 @@ def markdown_models(results: Sequence[Result]) -> str:
         "",
         run.rows,
         lambda row: row["strategy"],
-        lambda row: row["model"],
+        lambda row: f"{row['model']} s",
         lambda rows: scaled(rows[0]["ready_s"], 1, 2),
-        column_title="{} s".format,
         notes=[words.shared(run)],
     ).markdown()
 

@@ -123,7 +123,7 @@ def test_compare_says_it_beside_the_name_of_the_run(stopped: CommandLine) -> Non
 
 
 def test_history_says_it(stopped: CommandLine) -> None:
-    ended = stopped.run("history", ".", "--out", "history.svg", "--json", "history.json")
+    ended = stopped.run("history", ".", "--json", "history.json")
     assert ended.code == 0, ended.err
     assert f"note: {SAID}" in ended.err.splitlines()
     assert SAID in json.loads((stopped.folder / "history.json").read_text())["warnings"]

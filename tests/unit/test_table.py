@@ -77,8 +77,8 @@ def test_a_terminal_gets_no_control_character_of_a_record() -> None:
 def test_a_pivot_has_a_row_and_a_column_for_each_value() -> None:
     items = [("a", 1, 5), ("a", 2, 6), ("b", 2, 7), ("b", 2, 8)]
     table = pivot(
-        "sums", items, lambda one: one[0], lambda one: one[1],
-        lambda ours: str(sum(one[2] for one in ours)), column_title=lambda one: f"n={one}",
+        "sums", items, lambda one: one[0], lambda one: f"n={one[1]}",
+        lambda ours: str(sum(one[2] for one in ours)),
     )  # fmt: skip
     assert [column.title for column in table.columns] == ["strategy", "n=1", "n=2"]
     assert table.rows == [["a", "5", "6"], ["b", "-", "15"]]

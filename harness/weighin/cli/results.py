@@ -215,7 +215,6 @@ def _repairs(
             "FOLDER": "The folder that contains the folders of runs, such as results. `weighin history` leaves out the runs in the subfolder FOLDER/published; to show the runs there, give FOLDER/published as FOLDER.",
             "--metric NAME": "The metric to show: peak_rss, anon, peak_cgroup, ready, ...",
             "--series WORDS": "Show only those series that have all of these words in their name, such as 'gpt2-xl streaming'.",
-            "--out FILE": "Also draw the figures into this .png or .svg file.",
         },
         metric="peak_rss",
         series="",
@@ -223,22 +222,15 @@ def _repairs(
     _options.JSON,
     examples={
         "Show how the peaks of the runs in this folder changed over time": "weighin history results",
-        "Draw one metric of one strategy": "weighin history results --metric ready_anon --series streaming --out out.svg",
+        "Show one metric of one strategy": "weighin history results --metric ready_anon --series streaming",
     },
 )
 def history(_: click.Context, typed: dict[str, Any]) -> None:
     """Show a metric over all runs in a folder, and list the runs where the metric changed level."""
-    folder, picture = typed["folder"], typed["out"]
-    if picture and picture.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"cannot draw {picture}", "name a file that ends in .png or .svg")
+    folder = typed["folder"]
     with _console.working(f"reading the runs in {folder}"):
         from weighin.gate import compare as comparing
 
         found = comparing.history(folder, typed["metric"], typed["series"].split())
     _console.note(*found.warnings)
-    pictures = [picture] if picture else []
-    for path in pictures:
-        found.draw(path)
-    document = found.as_json() | {"files": [*map(str, pictures)]}
-    _console.deliver(typed["json"], document, *found.document())
-    _console.files(pictures, typed["json"])
+    _console.deliver(typed["json"], found.as_json(), *found.document())

@@ -19,11 +19,10 @@ from weighin.gate.tables import KINDS, short_names
 from weighin.records import run_folder
 from weighin.records.machine import differences, fingerprint, settings_of
 from weighin.records.metrics import METRICS, Metric, grouped, named
-from weighin.records.series import STRATEGY, Series
+from weighin.records.series import Series
 from weighin.result import Result
 from weighin.show.table import Column, Document, Entry, Lines, Table, markdown
 from weighin.text import one_line
-from weighin.units import GIB
 
 _COMMIT_LENGTH: Final = 10
 _OUTCOME: Final = "outcome"
@@ -35,10 +34,8 @@ class Comparison:
     """Several groups side by side.
 
     Attributes:
-        headings: the name of each group, and what is known of it.
         rows: for ``--json``, one for each metric of a series: the ``texts`` of all groups, and how the
-            figure of each later group ``compared`` with that of the first; a verdict is that of
-            ``weighin check``.
+            figure of each later group ``compared`` with that of the first.
         common: the words that all names of series share, and the names in ``rows`` lack.
     """
 
@@ -98,27 +95,19 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
     """Compare the first group of results with each later group.
 
     Series with equal names are compared. Words that are the same in all names of one group, such as
-    the isolation, may differ between groups; the heading of each group then shows its words.
-
-    Args:
-        by: what the results of a group share: "run" (the folder), "machine" (the kind of machine),
-            "commit", or the name of a setting of the environment, such as "torch".
-
-    Raises:
-        ConfigError: there are fewer than two groups, or more than 26.
-        RecordError: a folder is not a run, or has no record.
+    the isolation, may differ between groups; the heading of each group then shows its words. ``by``
+    is what a group shares: "run" (the folder), "machine" (its kind), "commit", or a setting such as
+    "torch".
     """
     runs = [read_runs([folder]) for folder in folders]
     groups = runs if by == "run" else _split(runs, by)
-    warnings = [text for run in runs for text in run.warnings]
-    if by == "run":
-        kinds = [(run.name, len({*map(fingerprint, run.environments)})) for run in runs]
-        warnings[:0] = [
-            f"the figures of {name} are from {count} kinds of machine:"
-            f" weighin compare {quote(name)} --by machine compares these"
-            for name, count in kinds
-            if count > 1
-        ]
+    warnings = [
+        f"the figures of {run.name} are from {count} kinds of machine:"
+        f" weighin compare {quote(run.name)} --by machine compares these"
+        for run in runs
+        if by == "run" and (count := len({*map(fingerprint, run.environments)})) > 1
+    ]
+    warnings += [text for run in runs for text in run.warnings]
     if not 2 <= len(groups) <= len(ascii_uppercase):
         if by == "run":
             raise ConfigError(
@@ -133,7 +122,17 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
             f"cannot compare by {by}: the records have {len(groups)} of it{': ' * bool(found)}{found}",
             f"name runs of which it differs, or leave out --by {by}",
         )
-    own = _own_words(groups)
+
+    # The places in names at which each group has a single word, but the groups differ.
+    words = [
+        [{*column} for column in zip(*(name.split(" ") for name in one.series), strict=False)]
+        for one in groups
+    ]
+    own = {
+        place
+        for place, found in enumerate(zip(*words, strict=False))
+        if all(len(here) == 1 for here in found) and len(set.union(*found)) > 1
+    }
     keyed = [
         {
             " ".join("" if at in own else word for at, word in enumerate(name.split(" "))): one
@@ -148,7 +147,19 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
         for name, short in shorts.items()
         for row in _rows(short, [series.get(name) for series in keyed], chosen)
     ]
-    headings = [*_headings(groups, own)]
+    headings = []
+    for letter, group in zip(ascii_uppercase, groups, strict=False):
+        facts = [str(covered) for covered in group.incomplete.values()]
+        first = next(iter(group.series)).split(" ")
+        facts += [first[place] for place in sorted(own)]
+        if commit := group.environment.get("git_commit"):
+            facts.append(f"commit {str(commit)[:_COMMIT_LENGTH]}")
+        if torch := group.environment.get("torch"):
+            facts.append(f"torch {torch}")
+        changes = differences(groups[0].environment, group.environment, {})
+        facts += [str(change) for change in changes if change.name != "torch"]
+        about = ", ".join(facts) or "environment unknown"
+        headings.append(one_line(f"{letter} = {group.name}: {about}"))
     return Comparison(headings, rows, common, [*dict.fromkeys(warnings)])
 
 
@@ -211,32 +222,6 @@ def _rows(
             yield {"series": name, "metric": metric.title, "texts": texts, "compared": compared}
 
 
-def _own_words(groups: Sequence[Group]) -> set[int]:
-    """Return the positions in names at which each group has a single word, but the groups differ."""
-    words = [[name.split(" ") for name in group.series] for group in groups]
-    own = set()
-    for place in range(min(len(name) for names in words for name in names)):
-        by_group = [{name[place] for name in names} for names in words]
-        if all(len(here) == 1 for here in by_group) and len(set.union(*by_group)) > 1:
-            own.add(place)
-    return own
-
-
-def _headings(groups: Sequence[Group], own: set[int]) -> Iterator[str]:
-    """Yield a heading for each group: its name, commit, torch, and its differences from the first."""
-    for letter, group in zip(ascii_uppercase, groups, strict=False):
-        words = next(iter(group.series)).split(" ")
-        facts = [str(covered) for covered in group.incomplete.values()]
-        facts += [words[place] for place in sorted(own)]
-        if commit := group.environment.get("git_commit"):
-            facts.append(f"commit {str(commit)[:_COMMIT_LENGTH]}")
-        if torch := group.environment.get("torch"):
-            facts.append(f"torch {torch}")
-        changes = differences(groups[0].environment, group.environment, {})
-        facts += [str(change) for change in changes if change.name != "torch"]
-        yield one_line(f"{letter} = {group.name}: {', '.join(facts) or 'environment unknown'}")
-
-
 @dataclass(frozen=True, slots=True)
 class History:
     """One metric in several runs, the oldest first.
@@ -253,28 +238,11 @@ class History:
     moved: dict[str, list[str]]
     warnings: Sequence[str]
 
-    @property
-    def title(self) -> str:
-        return f"{self.metric.title} over {len(self.runs)} runs"
-
-    @property
-    def notes(self) -> list[str]:
-        how = "exact" if self.metric.exact else "sampled"
-        lines = [
-            f"{self.metric.name}: {how}; each figure is the median of a run's ok repeats. A step is a lasting"
-            " change beyond the tolerance of weighin check."
-        ]
-        if self.metric.unit == "ns":
-            lines.append(
-                "Times of different runs differ for many reasons, so a step of a time proves nothing alone."
-            )
-        return lines
-
     def document(self) -> Document:
         """Return a table of each series' first and last figure, and a line for each change."""
         metric, rows, changes = self.metric, [], []
-        before = {after["run"]: before for before, after in pairwise(self.runs)}
         commits = {run["run"]: run["commit"] for run in self.runs}
+        earlier = {after["run"]: before["commit"] for before, after in pairwise(self.runs)}
         for one in self.series:
             name, points = one["series"], one["points"]
             known = [point["median"] for point in points if point["median"] is not None]
@@ -282,64 +250,40 @@ class History:
             rows.append([name, str(len(points)), *ends])
             for run, was, now in (step.values() for step in one["steps"]):
                 text = f"{name}: {metric.change(was, now)} since {run} ({metric.text(was)} -> {metric.text(now)})"
-                earlier = before[run]["commit"]
-                if commits[run] and commits[run] != earlier:
-                    text += f", commit {earlier or 'unknown'} -> {commits[run]}"
+                if commits[run] and commits[run] != earlier[run]:
+                    text += f", commit {earlier[run] or 'unknown'} -> {commits[run]}"
                 changes.append(text)
-            changes += [
-                f"{name}: {was} -> {now} since {run}"
-                for run, was, now in (change.values() for change in one["outcome_changes"])
-            ]
-        columns = [Column("series", is_name=True), *map(Column, ("runs", "first", "last", "change"))]  # fmt: skip
+            ended = (change.values() for change in one["outcome_changes"])
+            changes += [f"{name}: {was} -> {now} since {run}" for run, was, now in ended]
         moved = [
             f"machine or software changed since {run}: {'; '.join(texts)}"
             for run, texts in self.moved.items()
         ]
+        notes = [
+            f"{metric.name}: {'exact' if metric.exact else 'sampled'}; each figure is the median of a run's"
+            " ok repeats. A step is a lasting change beyond the tolerance of weighin check."
+        ]
+        if metric.unit == "ns":
+            notes.append(
+                "Times of different runs differ for many reasons, so a step of a time proves nothing alone."
+            )
+        heads, title = ("series", "runs", "first", "last", "change"), f"{metric.title} over {len(self.runs)} runs"  # fmt: skip
         return [
-            Table(self.title, columns, rows),
+            Table.of(heads, rows, title=title),
             Lines("", changes or ["no step: no series changed its level"]),
             Lines("", moved, "warning"),
-            Lines("", self.notes, "dim"),
+            Lines("", notes, "dim"),
         ]
 
     def as_json(self) -> dict[str, Any]:
         about = {"metric": self.metric.name, "unit": self.metric.unit}
         return about | {"runs": self.runs, "series": self.series, "warnings": self.warnings}
 
-    def draw(self, path: Path) -> None:
-        """Draw a line for each series as PNG or SVG, by the suffix of ``path``."""
-        from weighin.show.plots import draw_history  # imports matplotlib
-        from weighin.show.style import png, svg
-
-        places = {run["run"]: place for place, run in enumerate(self.runs)}
-        names, _ = short_names(one["series"] for one in self.series)
-        unit, scale = ("s", 1e9) if self.metric.unit == "ns" else ("GiB", GIB)
-        curves = {
-            names[one["series"]]: (
-                one["series"].split(" ")[STRATEGY],
-                [
-                    (places[point["run"]], point["median"] / scale)
-                    for point in one["points"]
-                    if point["median"] is not None
-                ],
-            )
-            for one in self.series
-        }
-        up = f"{self.metric.name}, {unit}"
-        figure = draw_history(self.title, curves, [*places], up, [*self.moved], self.notes)
-        with run_folder.writing(path, repair="name another file with --out"):
-            path.write_bytes(png(figure) if path.suffix.lower() == ".png" else svg(figure).encode())
-
 
 def history(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
-    """Return a metric over every run below ``folder``.
+    """Return a metric over every run below ``folder``, of the series whose names have all ``words``.
 
-    Only series whose names contain all ``words`` are in it. Runs below a folder "published" are left
-    out, unless ``folder`` itself is or lies in it. What is left out causes warnings.
-
-    Raises:
-        UnknownName: no metric has the name ``metric``.
-        ConfigError: ``folder`` is no folder or has no run, or no series has all ``words``.
+    Runs below a folder "published" are left out, unless ``folder`` itself is or lies in it.
     """
     chosen, repair = named(metric), "name a folder that contains runs, such as results"
     if not folder.is_dir():
@@ -396,8 +340,7 @@ def _about(run: Group) -> dict[str, str]:
 def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, Any]:
     """Return one series in the runs that measured it, with the changes of its level and outcome.
 
-    The metric leaves its level by more than ``weighin check`` tolerates. A metric with noise must stay
-    off the level in the next run too.
+    A metric with noise must stay off its level in the next run, too.
     """
     points: list[dict[str, Any]] = []
     for run in runs:

@@ -7,7 +7,7 @@ the same tables and pictures.
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +16,7 @@ from weighin.records import run_folder
 from weighin.records.run import Measured
 from weighin.show import style, words
 from weighin.show.report import FIGURES, document
-from weighin.show.table import Lines, Table, escape
+from weighin.show.table import Table, escape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,26 +34,27 @@ _HINT: Final = (
 def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
     """Return the report of a run as HTML; ``figures`` are its pictures by name."""
     title = escape(words.title(run.rows) if run.rows else "A run without cells")
+    about = [[name, " | ".join(values)] for name, values in words.settings(run.results).items()]
     parts = document(run)
-    settings = words.settings(run.results)
-    about = [[name, " | ".join(values)] for name, values in settings.items()]
-    environment = Table.of(("setting", "value"), about, names=2, title="Machine and software")
     last = [part for part in parts if part.title == FIGURES]
+    last.insert(0, Table.of(("setting", "value"), about, names=2, title="Machine and software"))
     pictures = [
         f'<figure id="{name}" class="picture scroll" tabindex="0">{style.svg(figure, name)}</figure>\n'
         for name, figure in figures.items()
         if name != _IN_A_TABLE
     ]
-    body = "".join(
-        [
-            *_sections(part for part in parts if part not in last),
-            f'<section aria-label="Pictures">\n<h2>Pictures</h2>\n<p class="hint">Point at a mark to'
-            f" read its figures.</p>\n{''.join(pictures)}</section>\n"
-            if pictures
-            else "",
-            *_sections([environment, *last]),
-        ]
-    )
+    hint = '<p class="hint">Point at a mark to read its figures.</p>\n'
+    sections = [
+        (part.title, getattr(part, "kind", ""), part.html()) for part in parts if part not in last
+    ]
+    sections += [("Pictures", "", hint + "".join(pictures))] if pictures else []
+    sections += [(part.title, "", part.html()) for part in last]
+    body = ""
+    for name, kind, content in sections:
+        label, style_class = escape(name), f' class="{kind}"' if kind else ""
+        body += (
+            f'<section aria-label="{label}"{style_class}>\n<h2>{label}</h2>\n{content}</section>\n'
+        )
     folder = [file for file in _FILES if (run.folder / file).exists()]
     links = ", ".join(f'<a href="{file}">{file}</a>' for file in folder)
     templates = resources.files("weighin.show") / "templates"
@@ -76,7 +77,7 @@ def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
 <header>
 <h1>{title}</h1>
 <button type="button" id="theme" hidden>dark</button>
-<p class="hint">{escape(words.shared(run))}<br>{escape(_when(run))}</p>
+<p class="hint">{escape(words.shared(run))}</p>
 <form id="filter" role="search" hidden>
 <label>Show only rows with <input type="search" id="words" autocomplete="off" placeholder="any words of a row"></label>
 <output id="shown" aria-live="polite"></output>
@@ -91,20 +92,3 @@ def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
 </body>
 </html>
 """
-
-
-def _sections(parts: Iterable[Table | Lines]) -> Iterable[str]:
-    for part in parts:
-        kind = f' class="{part.kind}"' if isinstance(part, Lines) and part.kind else ""
-        title = escape(part.title)
-        yield f'<section aria-label="{title}"{kind}>\n<h2>{title}</h2>\n{part.html()}</section>\n'
-
-
-def _when(run: Measured) -> str:
-    """Return the times at which the first and the last measurement of a run started."""
-    starts = sorted(one.started_at for one in run.results if one.started_at)
-    if not starts:
-        return ""
-    first, last = (start[:16].replace("T", " ") for start in (starts[0], starts[-1]))
-    zone = " UTC" if all(start.endswith("+00:00") for start in starts) else ""
-    return f"Measured {first if first == last else f'{first} to {last}'}{zone}."

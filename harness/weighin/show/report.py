@@ -33,12 +33,12 @@ from weighin.show import words
 from weighin.show.findings import about_commands, findings, floor_as_dict, floor_label
 from weighin.show.table import Column, Entry, Lines, Table, listed
 from weighin.show.words import ABOVE_IMPORT, HEADINGS, KINDS, OF_USES, plain
+from weighin.text import one_line, printable
 from weighin.units import GIB
 
 FIGURES: Final = "How to read the figures"
 _EXPLAINED: Final = ("figure", "unit", "meaning", "accuracy")
 _HELP: Final = "What the figures mean, and which are exact: weighin help figures"
-_MESSAGE_LENGTH: Final = 300  # characters; records.jsonl contains the whole message
 # Each combination of these properties has a table of its own, because its figures are not comparable.
 _APART: Final = ("operation", "model", "device")
 SCENE: Final = tuple(name for name in DIMENSIONS if name not in IN_LABELS)
@@ -50,9 +50,9 @@ _IN_TERMINAL: Final = 3  # sentences
 def document(run: Measured) -> list[Table | Lines]:
     """Return the report of a run: the answer first, then what was found, then every figure."""
     found, others = _parts(run)
+    head = Lines("Answer", answer(run), "answer")
     figures = Table.of(_EXPLAINED, explained_figures(run.rows), names=4, title=FIGURES)
-    head = _lines("Answer", answer(run), "answer")
-    return [*head, *found, *others, *([figures] if run.rows else [])]
+    return [head, *found, *others, *([figures] if run.rows else [])]
 
 
 def terminal(run: Measured) -> list[Table | Lines]:
@@ -65,34 +65,28 @@ def terminal(run: Measured) -> list[Table | Lines]:
 
 def _parts(run: Measured) -> tuple[list[Table], list[Table | Lines]]:
     """Return the tables of what was found, and the parts with every figure and reason."""
-    if not run.rows:
-        return [], [*_lines("Warnings", run.warnings, "warning")]
-    shared = words.shared(run)
+    shared, others = words.shared(run), list[Table | Lines]()
     found = [replace(one, notes=[n for n in one.notes if n != shared]) for one in findings(run)]
-    return found, [
-        *tables(run),
-        *_lines("Not ok", _failures(run.rows)),
-        *about_commands(run),
-        *_refused(run),
-        *_lines("Warnings", words.warnings(run), "warning"),
-    ]
-
-
-def _lines(title: str, lines: Sequence[str], kind: Any = "") -> Iterator[Lines]:
-    if lines:
-        yield Lines(title, lines, kind)
+    if run.rows:
+        others = [*tables(run), Lines("Not ok", _failures(run.rows)), *about_commands(run)]
+    refused = [result for result in run.results if result.allocator_summary]
+    for strategy, ours in grouped(refused, lambda one: plain(one.cell.strategy)).items():
+        texts = "\n\n".join(printable(one.allocator_summary.strip(), "\n") for one in ours)
+        title = f"{strategy} ran out of GPU memory: the allocator's summary"
+        others.append(Lines(title, [texts], "verbatim"))
+    others.append(Lines("Warnings", words.warnings(run), "warning"))
+    return found, [part for part in others if isinstance(part, Table) or part.lines]
 
 
 def tables(run: Measured) -> Iterator[Table]:
     """Yield a table of all results for each operation, model and device."""
-    by = [name for name in _APART if name in varying(run.rows)]
-    groups = list(words.apart(run.rows, by))
-    for number, (heading, group) in enumerate(groups, 1):
+    changing = varying(run.rows)
+    by = [name for name in _APART if name in changing]
+    names, groups = [name for name in changing if name not in by], [*words.apart(run.rows, by)]
+    for heading, group in groups:
         title = f"All results: {heading}" if heading else "All results"
-        notes = words.notes(run) if number == len(groups) else []
-        yield table(
-            title, group, [n for n in varying(run.rows) if n not in by], figures_of(group), notes
-        )
+        notes = words.notes(run) if group is groups[-1][1] else []
+        yield table(title, group, names, figures_of(group), notes)
 
 
 def table(
@@ -105,37 +99,39 @@ def table(
     """Return a table of these rows: their labels, the settings ``names``, the outcome and figures."""
     label, kind = labels_among(cells_of(rows)), words.kind_of(rows)
     shown = [name for name in names if name not in IN_LABELS]
-    sizes = ("ram_limit_bytes", "vram_limit_bytes")
     headings = kind.headings if len(words.kinds_of(rows)) == 1 else {}
     columns = [
         Column(kind.words["what"], is_name=True),
         *(
-            Column(HEADINGS.get(name, name), is_name=name not in sizes, rank=int(name == "use"))
+            Column(HEADINGS.get(name, name), is_name="limit" not in name, rank=int(name == "use"))
             for name in shown
         ),
         Column("outcome", is_name=True),
         *(Column(headings.get(f.key, f.heading), f.column_unit, rank=f.rank) for f in figures),
     ]
-    fields = [
+
+    def setting(name: str, row: Row) -> Entry:
+        # No RAM limit is sorted as a very large one.
+        key = float(row[name] or 2**63) if name == "ram_limit_bytes" else None
+        return Entry(words.setting(name, row), key=key)
+
+    def figure(row: Row, one: Metric) -> Entry:
+        """Return a figure without the unit, and its range; "≥" precedes a lower bound."""
+        text, low, high = (one.in_column(row[f"{one.key}{end}"]) for end in ("", "_min", "_max"))
+        bound = "≥ " if one.at_least and text != "-" and row[one.at_least] else ""
+        return Entry(f"{bound}{text}", "" if low == high else f"{low}..{high}", key=row[one.key])
+
+    kinds = {Outcome.OK: "ok", Outcome.SKIPPED: "skipped"}
+    fields: list[list[Entry | str]] = [
         [
-            Entry(plain(label(row["cell"]))),
-            *(
-                # No RAM limit is sorted as a very large one.
-                Entry(
-                    words.setting(name, row),
-                    key=float(row[name] or 2**63) if name == sizes[0] else None,
-                )
-                for name in shown
-            ),
-            Entry(words.ending(row), kind=_KIND.get(row["outcome"], "failed")),
-            *(_figure(row, figure) for figure in figures),
+            plain(label(row["cell"])),
+            *(setting(name, row) for name in shown),
+            Entry(words.ending(row), kind=kinds.get(row["outcome"], "failed")),
+            *(figure(row, one) for one in figures),
         ]
         for row in rows
     ]
     return Table(title, columns, fields, notes)
-
-
-_KIND: Final = {Outcome.OK.value: "ok", Outcome.SKIPPED.value: "skipped"}
 
 
 def figures_of(rows: Sequence[Row]) -> list[Metric]:
@@ -148,15 +144,6 @@ def figures_of(rows: Sequence[Row]) -> list[Metric]:
         and (key not in OF_USES or words.has_uses(rows))
         and (key != ABOVE_IMPORT or not is_below_import(rows))
     ]
-
-
-def _figure(row: Row, figure: Metric) -> Entry:
-    """Return a figure of a row without the unit, and its range; "≥" precedes a lower bound."""
-    value = row[figure.key]
-    text = figure.in_column(value)
-    bound = "≥ " if figure.at_least and text != "-" and row[figure.at_least] else ""
-    low, high = (figure.in_column(row[f"{figure.key}{end}"]) for end in ("_min", "_max"))
-    return Entry(f"{bound}{text}", "" if low == high else f"{low}..{high}", key=value)
 
 
 def explained_figures(rows: Sequence[Row] = ()) -> list[tuple[str, str, str, str]]:
@@ -179,8 +166,7 @@ def _failures(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in (row for row in rows if row["outcome"] != Outcome.OK):
         title = " · ".join([plain(label(row["cell"])), *(words.setting(n, row) for n in names)])
-        why = plain(row["message"])
-        why = why if len(why) <= _MESSAGE_LENGTH else why[: _MESSAGE_LENGTH - 1] + "…"
+        why = one_line(row["message"])
         # Most messages already name the phase in which the measurement ended.
         names_phase = bool(row["last_phase"]) and repr(row["last_phase"]) in why
         ending = plain(row["outcome"]) if names_phase else words.ending(row)
@@ -188,27 +174,8 @@ def _failures(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _refused(run: Measured) -> Iterator[Lines]:
-    """Yield for each strategy that ran out of GPU memory the CUDA allocator's summary."""
-    refused = [result for result in run.results if result.allocator_summary]
-    for strategy, ours in grouped(refused, lambda one: plain(one.cell.strategy)).items():
-        texts = [
-            "\n".join(
-                "".join(c for c in line if c.isprintable())
-                for line in one.allocator_summary.strip().splitlines()
-            )
-            for one in ours
-        ]
-        title = f"{strategy} ran out of GPU memory: the allocator's summary"
-        yield Lines(title, ["\n\n".join(texts)], "verbatim")
-
-
 def answer(run: Measured) -> list[str]:
-    """Return a run in sentences: "With 8 GiB of RAM, 3 of 6 strategies load gpt2-xl: ..."
-
-    There is one for each RAM limit, device and other setting. If the run searched RAM floors, the
-    first sentence names these, and the others describe measurements without a limit.
-    """
+    """Return a run in sentences, one for each setting: "With 8 GiB of RAM, 3 of 6 strategies load gpt2-xl." """
     if not run.rows:
         return ["No cells were measured."]
     slow = {
@@ -229,8 +196,8 @@ def answer(run: Measured) -> list[str]:
 
 def _of_scene(group: Sequence[Row], changing: Sequence[str], slow: set[str]) -> str:
     """Return sentences on how many strategies work, which is fastest, and which needs least memory."""
-    label = labels_among(cells_of(group))
-    row, kind = group[0], words.kind_of(group)
+    label, row, kind = labels_among(cells_of(group)), group[0], words.kind_of(group)
+    named = {one["group"]: plain(label(one["cell"])) for one in group}
     limit = row["ram_limit_bytes"]
     start = f"With {words.size(limit)} of RAM" if limit else "Without a RAM limit"
     others = [name for name in changing if name not in {"model", "ram_limit_bytes"}]
@@ -240,64 +207,57 @@ def _of_scene(group: Sequence[Row], changing: Sequence[str], slow: set[str]) -> 
     good = [one for one in run if one["ok"] == one["repeats"]]
     if not run:
         return f"{start}, nothing was run."
-    named = [plain(label(one["cell"])) for one in good]
-    # Rows are called variants if a strategy has several rows, one for each format or option.
-    noun = kind.words["several" if len(values(run, "strategy")) == len(run) else "variants"]
-    model = f" {row['model']}" if row["model"] else ""
-    does = kind.words["does"] + ("s" if len(good) == 1 or not good else "")
     if len(run) == 1:
         works = "works" if good else "does not work"
         only = f"the only {kind.words['what']} that was tried"
-        texts = [f"{start}, {only}, {plain(label(run[0]['cell']))}, {works}."]
-    elif not good:
-        texts = [f"{start}, none of {len(run)} {noun} {does}{model}."]
+        texts = [f"{start}, {only}, {named[run[0]['group']]}, {works}."]
     else:
-        share = "all" if len(good) == len(run) else f"{len(good)} of"
-        texts = [f"{start}, {share} {len(run)} {noun} {does}{model}: {listed(named)}."]
-    texts += _best([one | {"label": name} for one, name in zip(good, named, strict=True)], group)
-    if thrashing := [plain(label(one["cell"])) for one in group if one["group"] in slow]:
+        # Rows are called variants if a strategy has several rows, one for each format or option.
+        noun = kind.words["several" if len(values(run, "strategy")) == len(run) else "variants"]
+        share = "all" if len(good) == len(run) else f"{len(good)} of" if good else "none of"
+        does = kind.words["does"] + ("s" if len(good) < 2 else "")
+        model = f" {row['model']}" if row["model"] else ""
+        which = f": {listed([named[one['group']] for one in good])}" if good else ""
+        texts = [f"{start}, {share} {len(run)} {noun} {does}{model}{which}."]
+
+    timed = sorted((one for one in good if one["ready_s"] is not None), key=itemgetter("ready_s"))
+    if timed:
+        first, *later = timed
+        name = named[first["group"]]
+        text = f"The fastest is {name}," if later else f"{name} is"
+        text += f" {kind.words['ready']} in {first['ready_s']:.2f} s"
+        near = [named[one["group"]] for one in later if one["ready_s_min"] <= first["ready_s_max"]]
+        if near and first["repeats"] > 1:
+            text += f" (the times of its repeats overlap with {listed(near)})"
+        texts.append(f"{text}.")
+    key, peak, _ = kind.peak
+    sized = sorted((one for one in good if one[key] is not None), key=itemgetter(key))
+    if len(sized) > 1:
+        text = f"The smallest {peak} is that of {named[sized[0]['group']]}: {sized[0][key] / GIB:.3f} GiB"
+        ratio = sized[0][ABOVE_IMPORT]
+        if ratio is not None and not is_below_import(sized):
+            text += f", {ratio:.2f} x the model above {kind.words['before']}"
+        texts.append(f"{text}.")
+    if thrashing := [named[one["group"]] for one in group if one["group"] in slow]:
         texts.append(f"Thrashing (the same pages are read again and again): {listed(thrashing)}.")
     return " ".join(texts)
 
 
-def _best(good: Sequence[Row], group: Sequence[Row]) -> Iterator[str]:
-    """Yield a sentence on the fastest strategy, and a sentence on the one with the smallest peak."""
-    kind = words.kind_of(group)
-    timed = sorted((row for row in good if row["ready_s"] is not None), key=itemgetter("ready_s"))
-    if timed:
-        first, *others = timed
-        start = f"The fastest is {first['label']}," if others else f"{first['label']} is"
-        text = f"{start} {kind.words['ready']} in {first['ready_s']:.2f} s"
-        near = [row["label"] for row in others if row["ready_s_min"] <= first["ready_s_max"]]
-        if near and first["repeats"] > 1:
-            text += f" (the times of its repeats overlap with {listed(near)})"
-        yield text + "."
-    key, name, _ = kind.peak
-    sized = sorted((row for row in good if row[key] is not None), key=itemgetter(key))
-    if len(sized) > 1:
-        least = sized[0]
-        ratio = least[ABOVE_IMPORT]
-        is_left_out = ratio is None or is_below_import(sized)
-        above = "" if is_left_out else f", {ratio:.2f} x the model above {kind.words['before']}"
-        yield f"The smallest {name} is that of {least['label']}: {least[key] / GIB:.3f} GiB{above}."
-
-
 def _floors(searched: Sequence[Floor]) -> str:
     """Return sentences on the smallest RAM limit of each strategy."""
-    label = floor_label(searched)
+    label, sizes = floor_label(searched), list[str]()
     first, *more = sorted((one for one in searched if one.bytes), key=lambda one: one.bytes or 0)
-    text = f"{label(first)} needs the least RAM: {_size(first)}."
+    for one in (first, *more):
+        ratio = f" ({one.per_model:.2f} x the model)" if one.per_model else ""
+        thrashing = ", where it thrashes" if one.aim is Aim.ENDS else ""
+        sizes.append(f"{words.size(one.bytes)}{ratio}{thrashing}")
+    text = f"{label(first)} needs the least RAM: {sizes[0]}."
     if more:
-        text += f" Next: {listed([f'{label(one)} {_size(one)}' for one in more])}."
+        named = [f"{label(one)} {size}" for one, size in zip(more, sizes[1:], strict=True)]
+        text += f" Next: {listed(named)}."
     if without := [label(one) for one in searched if not one.bytes]:
         text += f" No floor was found for {listed(without)}."
     return text
-
-
-def _size(floor: Floor) -> str:
-    ratio = f" ({floor.per_model:.2f} x the model)" if floor.per_model else ""
-    thrashing = ", where it thrashes" if floor.aim is Aim.ENDS else ""
-    return f"{words.size(floor.bytes)}{ratio}{thrashing}"
 
 
 def csv_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
@@ -308,10 +268,7 @@ def csv_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
 
 
 def as_json(run: Measured, files: Sequence[Path]) -> dict[str, Any]:
-    """Return the rows of summary.csv as ``series``, with the answer, warnings and written files.
-
-    If the run has one result, of a command, ``answer`` explains the command's end and memory.
-    """
+    """Return the rows of summary.csv as ``series``, with the answer (which explains a single command)."""
     names = csv_columns(run.rows, OF_SERIES)
     is_one = len(run.results) == 1 and bool(run.results[0].cell.command)
     return {

@@ -1,13 +1,14 @@
-"""Define the style that all pictures share: size, colours, title above, caption below.
+"""The style that all pictures share: size, colours, title above, caption below.
 
-A strategy has the same colour in all pictures. No information is shown by colour alone. ``tip`` gives
-an artist a text, which report.html shows while the mouse is over it.
+A strategy has the same colour in all pictures, and no information is shown by colour alone. ``tip``
+gives an artist a text, which report.html shows while the mouse is over it.
 """
 
 import hashlib
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +28,7 @@ LABEL_LENGTH: Final = 60  # characters
 INK: Final = "#333333"
 GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
+SMALL: Final[dict[str, Any]] = {"fontsize": 7.5, "color": INK}
 
 # The colours of Okabe and Ito, then of Tol, which colour-blind readers can tell apart.
 _COLOURS: Final = {
@@ -42,20 +44,25 @@ _COLOURS: Final = {
     "dcp_fsdp": "#332288", "transformers_fsdp": "#B8860B", "torch_save": "#E69F00",
     "safetensors": "#882255",
 }  # fmt: skip
-_FALLBACK: Final = (
-    "#88CCEE", "#CC6677", "#AA4499", "#661100", "#6699CC", "#888888",
-)  # fmt: skip
-_PATH: Final = re.compile(r' d="[^"]*"')
-_DECIMALS: Final = re.compile(r"(\.\d\d)\d+")
-_TIP: Final = re.compile(r'<g id="tip:([^"]*)">')
+_FALLBACK: Final = ("#88CCEE", "#CC6677", "#AA4499", "#661100", "#6699CC", "#888888")
+_SECONDS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _LINE_IN: Final = 0.16
 _TITLE_IN: Final = 0.34
 _LEGEND_ROW_IN: Final = 0.24
 
-Curve = tuple[str, list[Any]]
-"""A strategy, and points: x and y, or x, y, the point's marker and its tip."""
-Panel = tuple[str, dict[str, Curve]]
-"""A title, and curves by their names."""
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of a curve, with matplotlib's name of its marker."""
+
+    x: float
+    y: float
+    tip: str
+    marker: str = "o"
+
+
+Panel = tuple[str, Mapping[str, tuple[str, Sequence[Point]]]]
+"""A title, and by the name of each curve its strategy, which gives the colour, and its points."""
 
 
 def colour(strategy: str) -> str:
@@ -88,32 +95,31 @@ def png(figure: "Figure") -> bytes:
 
 
 def svg(figure: "Figure", inside: str = "") -> str:
-    """Return a picture as SVG, with its text as text, and without a date.
-
-    ``inside`` is the picture's name in a page: it precedes each id, and tips are attributes.
-    """
+    """Return a picture as SVG, with its text as text; in the page, ids begin with its name ``inside``."""
     from matplotlib import rc_context
 
     file = BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "weighin"}):
         figure.savefig(file, format="svg", facecolor="white", metadata={"Date": None})
-    text = _PATH.sub(lambda path: _DECIMALS.sub(r"\1", path[0]), file.getvalue().decode())
+    text = re.sub(
+        r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), file.getvalue().decode()
+    )
+    tips = re.compile(r'<g id="tip:([^"]*)">')
     if not inside:
-        return _TIP.sub(r"<g><title>\1</title>", text)
-    text = _TIP.sub(r'<g data-tip="\1">', text[text.index("<svg") :])
+        return tips.sub(r"<g><title>\1</title>", text)
+    text = tips.sub(r'<g data-tip="\1">', text[text.index("<svg") :])
     return re.sub(r'((?<= id=")|(?<=href="#)|(?<=url\(#))', f"{inside}-", text)
 
 
-def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:
-    """Return a matplotlib figure of width ``WIDTH_IN``, and the axes of its panels as an array.
-
-    The figure is not part of pyplot's global state. ``height_in`` is the height of all panels in
-    inches; ``dress`` adds room for the texts around the panels.
-    """
+def new_figure(
+    heights_in: Sequence[float], columns: int = 1, **options: Any
+) -> tuple["Figure", Sequence["Axes"]]:
+    """Return a figure (no part of pyplot's global state), and its panels, row by row."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+    figure = Figure(figsize=(WIDTH_IN, sum(heights_in)), layout="constrained")
+    options |= {"squeeze": False, "height_ratios": heights_in}
+    return figure, [*figure.subplots(len(heights_in), columns, **options).flat]
 
 
 def tidy(axes: "Axes") -> None:
@@ -122,19 +128,11 @@ def tidy(axes: "Axes") -> None:
     axes.tick_params(labelsize=8, colors=INK)
 
 
-def frame_curves(axes: "Axes", across: str, up: str, *, log_seconds: bool = False) -> None:
-    """Label the axes of a panel and draw a grid; with ``log_seconds``, the y axis is logarithmic."""
-    from matplotlib.ticker import FixedLocator
-
-    if log_seconds:
-        axes.set_yscale("log")
-        ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
-        axes.yaxis.set_major_locator(FixedLocator(ticks))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.minorticks_off()
+def frame(axes: "Axes", title: str, across: str, up: str) -> None:
     axes.set_xlabel(across, fontsize=9)
     axes.set_ylabel(up, fontsize=9)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    axes.set_title(verbatim(title), fontsize=9, loc="left")
     tidy(axes)
 
 
@@ -142,22 +140,30 @@ def draw_curves(
     panels: Sequence[Panel], across: str, up: str, *, log_seconds: bool = False
 ) -> tuple["Figure", Sequence["Axes"], list[Any]]:
     """Draw up to 12 panels of curves; return the figure, the panels and a handle for each curve's name."""
-    panels = panels[:MAX_PANELS]
-    figure, grid = new_figure(3.4 * len(panels), len(panels), 1)
+    from matplotlib.ticker import FixedLocator
+
+    drawn = panels[:MAX_PANELS]
+    figure, grid = new_figure([3.4] * len(drawn))
     handles: dict[str, Any] = {}
-    for axes, (title, curves) in zip(grid[:, 0], panels, strict=True):
+    for axes, (title, curves) in zip(grid, drawn, strict=True):
         for name, (strategy, points) in curves.items():
-            shade, has_tips = colour(strategy), any(len(point) > 2 for point in points)
-            (handles[name],) = axes.plot(
-                [point[0] for point in points], [point[1] for point in points],
-                "-" if has_tips else "o-", color=shade, linewidth=1.8, markersize=5, label=verbatim(name),
-            )  # fmt: skip
-            for x, y, marker, text in points if has_tips else ():
-                (mark,) = axes.plot(x, y, color=shade, marker=marker, markersize=5)
-                tip(mark, text)
-        frame_curves(axes, across, up, log_seconds=log_seconds)
-        axes.set_title(verbatim(title), fontsize=9, loc="left")
-    return figure, grid[:, 0], list(handles.values())
+            line: dict[str, Any] = {"color": colour(strategy), "linewidth": 1.8}
+            xs, ys = [point.x for point in points], [point.y for point in points]
+            (handles[name],) = axes.plot(xs, ys, label=verbatim(name), **line)
+            for point in points:
+                look: dict[str, Any] = {
+                    "s": 40 if point.marker == "x" else 25,
+                    "marker": point.marker,
+                    "zorder": 3,
+                }
+                tip(axes.scatter(point.x, point.y, color=colour(strategy), **look), point.tip)
+        if log_seconds:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(FixedLocator(_SECONDS))
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.minorticks_off()
+        frame(axes, title, across, up)
+    return figure, grid, list(handles.values())
 
 
 def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:
@@ -173,7 +179,7 @@ def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[
         engine.set(rect=(0, below / height, 1, 1 - (above + below) / height))  # type: ignore[call-arg]
     title_y, legend_y = 1 - 0.08 / height, 1 - _TITLE_IN / height
     figure.text(0.008, title_y, verbatim(title), va="top", fontsize=11, fontweight="bold")
-    figure.text(0.008, 0.06 / height, "\n".join(wrapped), va="bottom", fontsize=7.5, color=INK)
+    figure.text(0.008, 0.06 / height, "\n".join(wrapped), va="bottom", **SMALL)
     if handles:
         figure.legend(
             handles=handles, loc="upper left", bbox_to_anchor=(0.0, legend_y), ncols=columns,

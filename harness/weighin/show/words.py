@@ -30,42 +30,24 @@ HEADINGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The words and table columns for one operation: a load, a save or a command.
+    """The words and table columns for one operation: a load, a save or a command."""
 
-    Attributes:
-        doing: the participle for titles such as "Peak memory while loading".
-        subject: the processes whose memory the plots show, for the title of an axis.
-        until: the event up to which the peak is measured, for a caption.
-        words: nouns and verbs for the sentences of the answer.
-        figures: the keys in ``COLUMNS`` of the columns of numbers, in the order of tables.
-        lacks: the keys of a row whose values are always empty for this operation.
-        held, cached: the two parts of a bar: the key and name of the first, the name of the second.
-        peak: what the marker on a bar shows: its key in rows, its name, and its accuracy.
-        axis: the title of the memory axis of a timeline.
-        zero: the event at which the time axis of a timeline begins.
-        life: the meaning of the times in a table of survival.
-        lost: the signs of thrashing.
-        floor: the meaning of a RAM floor; ``ready``: that of the times beside it.
-        headings, meanings: texts that replace those in ``COLUMNS``, by the key of the column.
-        outcome: an explanation of the outcomes.
-    """
-
-    doing: str
-    subject: str
-    until: str
-    words: Mapping[str, str]
-    figures: tuple[str, ...]
-    outcome: str
-    lacks: frozenset[str]
-    meanings: Mapping[str, str] = field(default_factory=dict)
-    headings: Mapping[str, str] = field(default_factory=dict)
-    held: tuple[str, str] = ("anon_sampled_bytes", "anonymous")
-    cached: str = "file-backed, reclaimable"
-    peak: tuple[str, str, str] = ("peak_rss_bytes", "peak RSS", "exact")
+    doing: str  # as in the title "Peak memory while loading"
+    subject: str  # the processes whose memory the plots show
+    until: str  # the event up to which the peak is measured
+    words: Mapping[str, str]  # nouns and verbs for the sentences of the answer
+    figures: tuple[str, ...]  # the keys in ``COLUMNS`` of a table's columns of numbers, in order
+    lacks: frozenset[str]  # the keys of a row that are always empty for this operation
+    outcome: str  # an explanation of the outcomes
+    meanings: Mapping[str, str] = field(default_factory=dict)  # in place of those in ``COLUMNS``
+    headings: Mapping[str, str] = field(default_factory=dict)  # in place of those in ``COLUMNS``
+    held: tuple[str, str] = ("anon_sampled_bytes", "anonymous")  # the first part of a bar
+    cached: str = "file-backed, reclaimable"  # the second part of a bar
+    peak: tuple[str, str, str] = ("peak_rss_bytes", "peak RSS", "exact")  # the marker on a bar
     axis: str = "RSS, GiB"
-    zero: str = "the load began"
+    zero: str = "the load began"  # where the time axis of a timeline begins
     life: str = "Time: for the load until every byte was read"
-    lost: str = (
+    lost: str = (  # the signs of thrashing
         f"waited for memory for {STALLED_SHARE:.0%} of the time or more, or read at least"
         f" {REFAULTS_PER_MODEL:.0%} of the model again and took at least {SLOWDOWN:g}x the time without"
         f" a limit, or read more than {MOST_REREAD:g}x the model again"
@@ -79,6 +61,9 @@ class Kind:
 
 
 ABOVE_IMPORT: Final = "above_import_per_model"
+BELOW_IMPORT: Final = (
+    "Left out: above import x model, because the model is smaller than import torch."
+)
 # The times of imports are no part of a load, because imports end before a load begins.
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
 OF_USES: Final = (
@@ -92,24 +77,16 @@ _OF_MODELS: Final = (
     "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes", "peak_cuda_reserved_bytes",
     "cuda_driver_sampled_bytes", "peak_pinned_bytes", "written_bytes", "written_files",
 )  # fmt: skip
-_NOT_OF_MODELS: Final = frozenset(
-    ("needed_bytes", "needed_is_sampled", "shmem_sampled_bytes", "exit_code")
-)
-_USED: Final = frozenset(("use", "use_anon_bytes", "use_anon_sampled_bytes", *OF_USES))
 _OF_COMMANDS: Final = (
     "ready_s", "needed_bytes", "peak_cgroup_bytes", "anon_sampled_bytes", "shmem_sampled_bytes",
     "file_sampled_bytes", "exit_code",
 )  # fmt: skip
+_NOT_OF_MODELS: Final = frozenset(("needed_bytes", "needed_is_sampled", "shmem_sampled_bytes", "exit_code"))  # fmt: skip
 _NOT_OF_COMMANDS: Final = frozenset((
     "model", "device", "vram_limit_bytes", "disk", "disk_latency", "ranks", "use", "format", "dtype",
     *({*COLUMNS} - {*_OF_COMMANDS, "unreclaimable_sampled_bytes"}),
 ))  # fmt: skip
-_STRATEGIES: Final = {
-    "what": "strategy",
-    "several": "strategies",
-    "variants": "strategy variants",
-    "thrashes": "reads the model again and again",
-}
+_STRATEGIES: Final = {"what": "strategy", "several": "strategies", "variants": "strategy variants"}
 
 KINDS: Final[Mapping[str, Kind]] = {
     "load": Kind(
@@ -128,7 +105,7 @@ KINDS: Final[Mapping[str, Kind]] = {
         until="every byte was on the disk",
         words={"does": "save", "ready": "on the disk", "before": "the model in memory"} | _STRATEGIES,
         figures=_OF_MODELS,  # a save has no times of imports, which end before a save begins
-        lacks=_NOT_OF_MODELS | _USED,
+        lacks=_NOT_OF_MODELS | {"use", "use_anon_bytes", "use_anon_sampled_bytes", *OF_USES},
         headings={"load_s": "save", "ready_s": "on the disk", ABOVE_IMPORT: "above the model"},
         meanings={
             "ready_s": "save plus the time until every file was synced (fsync)",
@@ -140,7 +117,7 @@ KINDS: Final[Mapping[str, Kind]] = {
         doing="running",
         subject="all processes of the command",
         until="the command ended",
-        words={"does": "succeed", "ready": "done", "before": "", "what": "command", "several": "commands", "variants": "command variants", "thrashes": "waits for memory"},
+        words={"does": "succeed", "ready": "done", "before": "", "what": "command", "several": "commands", "variants": "command variants"},
         figures=_OF_COMMANDS,
         lacks=_NOT_OF_COMMANDS,
         headings={"ready_s": "time"},
@@ -188,11 +165,8 @@ def scaled(value: float | None, scale: float | None, digits: int) -> str:
 
 
 def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a list item for each different reason, with all names in ``reasons`` that have this reason.
-
-    Two reasons that differ only in the name of the strategy count as one reason: "dcp divides a
-    load" and "staggered divides a load" become one item.
-    """
+    """Yield a list item for each reason, with all names that have it; it may differ in the name itself:
+    "dcp divides a load" and "staggered divides a load" become one item."""
     groups: dict[str, dict[str, None]] = {}
     for name, reason in reasons:
         shared = reason.removeprefix(f"{name} ").replace(f" and {name} ", " and ")
@@ -270,10 +244,7 @@ def title(rows: Sequence[Row]) -> str:
 
 
 def shared(run: Measured, without: Sequence[str] = (), rows: Sequence[Row] | None = None) -> str:
-    """Return one line: the settings that all rows share, then the machine, the days and the commit.
-
-    The settings are those of ``rows``, or of all rows of the run.
-    """
+    """Return one line: the settings that ``rows`` (or all of the run) share, the machine, the days and the commit."""
     rows = run.rows if rows is None else rows
     if not rows:
         return "No cells were measured."

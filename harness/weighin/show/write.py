@@ -1,10 +1,8 @@
 """Write the report of a run into the folder of the run, in the requested formats.
 
-The files for dashboards summarise all repeats under the measurement's name in ``weighin check``: each
-figure is the median, the lowest and the highest value of the ok repeats. Of the other repeats, they
-contain only the number. They contain the number of planned measurements without a record, because a
-run that was stopped would otherwise look complete.
-"""
+The files for dashboards have the median, lowest and highest figures of the ok repeats, by the name in
+``weighin check``, and the number of planned measurements without a record: a run that was stopped
+would otherwise look complete."""
 
 import csv
 import json
@@ -33,20 +31,9 @@ if TYPE_CHECKING:  # the import of each takes half a second
 DEFAULT: Final = ("md", "html", "csv", "png")
 _PICTURES: Final = ("png", "svg")
 _MOST_TIMELINES: Final = 5  # of 12 panels each
-_REPAIR: Final = "free some space, or copy the run to a writable folder"
-_RUN: Final = "run"
-"""The name of the entry, beside the measurements, with the number of missing cells of a run."""
 # A cell that begins with one of these characters is a formula in a spreadsheet.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-
-_INTEGERS: Final = (
-    "ram_limit_bytes",
-    "vram_limit_bytes",
-    "repeat",
-    "repeats",
-    "ok",
-    "missing_cells",
-)
+_INTEGERS: Final = ("ram_limit_bytes", "vram_limit_bytes", "repeat", "repeats", "ok", "missing_cells")  # fmt: skip
 
 Figures = Mapping[str, "Figure"]
 
@@ -54,22 +41,13 @@ Figures = Mapping[str, "Figure"]
 def checked(formats: Sequence[str]) -> tuple[str, ...]:
     """Return each requested format once; raise UnknownName if ``FORMATS`` does not contain it."""
     wanted = tuple(dict.fromkeys(formats or DEFAULT))
-    for name in wanted:
-        if name not in FORMATS:
-            raise UnknownName("format", name, FORMATS)
+    if unknown := [name for name in wanted if name not in FORMATS]:
+        raise UnknownName("format", unknown[0], FORMATS)
     return wanted
 
 
 def write(run: Measured, formats: Sequence[str] = ()) -> list[Path]:
-    """Write the report of a run into the run's folder, and return the paths of the written files.
-
-    ``formats`` are keys of ``FORMATS``; an empty sequence means ``DEFAULT``.
-
-    Raises:
-        ConfigError: a format needs a package that is not installed.
-        RecordError: the run's folder cannot be written.
-        UnknownName: ``FORMATS`` does not contain a requested format.
-    """
+    """Write the report of a run into its folder in these ``FORMATS``, and return the written files."""
     wanted = checked(formats)
     drawn = dict(draw(run)) if {*wanted} & {"html", *_PICTURES} else {}
     paths = []
@@ -77,7 +55,8 @@ def write(run: Measured, formats: Sequence[str] = ()) -> list[Path]:
         images = next((kind for kind in _PICTURES if kind in wanted), "") if name == "md" else name
         for file, content in FORMATS[name](run, drawn, images).items():
             path = run.folder / file
-            with run_folder.writing(path, repair=_REPAIR):
+            repair = "free some space, or copy the run to a writable folder"
+            with run_folder.writing(path, repair=repair):
                 write_bytes(path, content if isinstance(content, bytes) else content.encode())
             paths.append(path)
     return paths
@@ -102,27 +81,25 @@ def report_md(run: Measured, images: Sequence[str] = ()) -> str:
 
 
 def summary_csv(run: Measured) -> str:
-    """Return a CSV line for each measurement, in bytes and unrounded seconds; "" if not measured.
+    """Return a CSV line for each measurement, in bytes and unrounded seconds.
 
     The last column, missing_cells, is the number of planned measurements without a record. A text
     that a spreadsheet would read as a formula gets a leading apostrophe.
     """
-    file = StringIO(newline="")
-    names = csv_columns(run.rows, OF_SERIES)
+
+    def field(value: object) -> object:
+        if value is None or isinstance(value, int | float):
+            return "" if value is None else whole(value)
+        text = words.plain(str(value))
+        return f"'{text}" if text.startswith(_FORMULA_STARTS) else text
+
+    file, names = StringIO(newline=""), csv_columns(run.rows, OF_SERIES)
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*names, "missing_cells"])
-    for row in run.rows:
-        writer.writerow([_csv(value) for value in (*(row[name] for name in names), run.missing)])
+    writer.writerows(
+        [*(field(row[name]) for name in names), field(run.missing)] for row in run.rows
+    )
     return file.getvalue()
-
-
-def _csv(value: object) -> object:
-    if value is None:
-        return ""
-    if isinstance(value, int | float):
-        return whole(value)
-    text = words.plain(str(value))
-    return f"'{text}" if text.startswith(_FORMULA_STARTS) else text
 
 
 def bencher(run: Measured) -> str:
@@ -132,7 +109,7 @@ def bencher(run: Measured) -> str:
     """
     benchmarks: dict[str, dict[str, dict[str, int]]] = {}
     if run.missing is not None:
-        benchmarks[_RUN] = {"missing_cells": {"value": run.missing}}
+        benchmarks["run"] = {"missing_cells": {"value": run.missing}}
     for name, series, not_ok in _summary(run):
         benchmarks[name] = {"not_ok_repeats": {"value": not_ok}} | {
             f"{key}_{METRICS[key].unit}": {
@@ -151,23 +128,22 @@ def github_action_benchmark(run: Measured) -> str:
     https://github.com/benchmark-action/github-action-benchmark
     """
     entries: list[dict[str, Any]] = []
+
+    def add(name: str, unit: str, value: int, **more: str) -> None:
+        entries.append({"name": name, "unit": unit, "value": value} | more)
+
     if run.missing is not None:
-        entries.append({"name": f"{_RUN} missing_cells", "unit": "cells", "value": run.missing})
+        add("run missing_cells", "cells", run.missing)
     for name, series, not_ok in _summary(run):
         ended = f"{series.repeats} repeats: {series.outcome}"
-        entries.append({"name": f"{name} not_ok_repeats", "unit": "repeats", "value": not_ok, "extra": ended})  # fmt: skip
+        add(f"{name} not_ok_repeats", "repeats", not_ok, extra=ended)
         for key, figure in series.figures.items():
             metric = METRICS[key]
             how = "exact" if metric.exact else "sampled"
-            entry: dict[str, Any] = {
-                "name": f"{name} {metric.name}",
-                "unit": metric.unit,
-                "value": figure.median,
-                "extra": f"{how}, median of the ok ones of {series.repeats} repeats",
-            }
+            about = {"extra": f"{how}, median of the ok ones of {series.repeats} repeats"}
             if figure.low != figure.high:
-                entry["range"] = f"{figure.low}..{figure.high}"
-            entries.append(entry)
+                about["range"] = f"{figure.low}..{figure.high}"
+            add(f"{name} {metric.name}", metric.unit, figure.median, **about)
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
 
 
