@@ -78,12 +78,7 @@ class Baseline:
 
 
 def read(path: Path) -> Baseline:
-    """Read a baseline file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is invalid; the message names the invalid key or line.
-        RecordError: a newer version of weighin wrote the file.
-    """
+    """Read a baseline file; the error names the invalid key or line, or a newer weighin."""
     if not path.exists():
         raise ConfigError(
             f"the baseline file {path} does not exist",
@@ -142,14 +137,7 @@ def write(
     series: Mapping[str, Series],
     **typed: Iterable[str],
 ) -> list[str]:
-    """Write a baseline file, and return the lines of the diff.
-
-    Rules that an earlier file has stay in it. What neither these nor the rules ``typed`` compare is
-    left out.
-
-    Raises:
-        ConfigError: the earlier file is invalid, or the file cannot be written.
-    """
+    """Write a baseline file with what the rules in it and those ``typed`` compare; return the diff."""
     old = _content(path) if path.exists() else {}
     rules = (_parsed(path, old).rules if old else Rules()).typed(**typed)
     judged = [name for name in METRICS if name in rules.tolerances]

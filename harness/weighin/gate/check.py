@@ -69,12 +69,9 @@ class Line:
     Attributes:
         series: the name of the series, or "environment", "budget" or "run".
         what: the metric, budget or setting that is judged, or "outcome", "model" or "cells".
-        text: the description of an item without figures.
-        metric: of the following figures; None for an item without figures.
         was, now, allowed: the figure in the baseline file or the bound of a budget, the measured
             figure, and the worst figure that passes.
         excess: how much worse ``now`` is than ``allowed``, as a share of ``was``; at most 0 for a pass.
-        phases: the change of each phase, from which ``grown`` is found.
     """
 
     verdict: LineVerdict
@@ -94,7 +91,6 @@ class Line:
 
     @property
     def is_budget(self) -> bool:
-        """Whether the line judges a budget; ``was`` is then the bound, not a baseline's figure."""
         return self.metric is not None and self.what != self.metric.title
 
     @property
@@ -123,7 +119,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """The result of ``weighin check``: all lines, the worst first, and notes."""
+    """All lines, the worst first, and notes."""
 
     lines: tuple[Line, ...]
     notes: tuple[str, ...] = ()
@@ -168,22 +164,14 @@ class Group:
 
 
 def read_runs(folders: Sequence[Path]) -> Group:
-    """Return the results of all runs together.
-
-    Raises:
-        RecordError: a folder is not a run, or has no record or a damaged one.
-    """
-    runs = [run_folder.read(folder) for folder in folders]
-    incomplete = {}
-    for folder, records in zip(folders, runs, strict=True):
+    """Return the results of all runs together; raise RecordError if one has none, or a damaged one."""
+    runs = {folder: run_folder.read(folder) for folder in folders}
+    for folder, records in runs.items():
         if not records.results:
-            raise RecordError(
-                f"{folder} contains no record: nothing was measured",
-                f"measure first: {records.coverage.again}" if records.coverage else "",
-            )
-        if records.missing and records.coverage:
-            incomplete[folder] = records.coverage
-    return Group(", ".join(map(str, folders)), runs, incomplete)
+            again = f"measure first: {records.coverage.again}" if records.coverage else ""
+            raise RecordError(f"{folder} contains no record: nothing was measured", again)
+    missing = {folder: run.coverage for folder, run in runs.items() if run.missing and run.coverage}
+    return Group(", ".join(map(str, folders)), [runs[folder] for folder in folders], missing)
 
 
 def check(
@@ -194,17 +182,10 @@ def check(
     partial: bool = False,
     **typed: Iterable[str],
 ) -> GateResult:
-    """Judge runs by a baseline file and by rules.
+    """Judge runs by a baseline file and by rules, which ``typed`` adds to (``Rules.typed``).
 
-    Args:
-        metrics: the metrics to compare with the baseline file; if it is empty, all that no rule
-            turns off.
-        partial: judge only the measured part of an incomplete run. Without ``partial``, a run fails
-            the check if planned cells have no record.
-        typed: the arguments of ``Rules.typed``: rules beside those in the baseline file.
-
-    Raises:
-        ConfigError: there is neither a baseline file nor a budget, or an input is invalid.
+    Only ``metrics`` are compared with the baseline file, if there are any. A run in which planned cells
+    have no record fails, unless only its measured part is judged (``partial``).
     """
     baseline = files.read(baseline_file) if baseline_file else None
     if baseline is None and not typed.get("budgets"):
@@ -213,45 +194,36 @@ def check(
             'give a baseline file, a budget or both: --baseline FILE, --budget "peak_rss <= 8GiB"',
         )
     rules = (baseline.rules if baseline else Rules()).typed(**typed).only(metrics)
-    if partial:  # what concerns only planned cells that have no record is left out
-        planned = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
-        left = planned - measured.series.keys()
-        kept = tuple(
-            budget
-            for budget in rules.budgets
-            if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
+    if not partial:
+        result = evaluate(baseline, rules, measured.environment, measured.series)
+        missing = (
+            f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
+            for run, covered in measured.incomplete.items()
         )
-        rules = replace(rules, budgets=kept)
-        if baseline:
-            series = {name: one for name, one in baseline.series.items() if name not in left}
-            baseline = replace(baseline, series=series)
-    result = evaluate(baseline, rules, measured.environment, measured.series)
-    if partial:
-        parts = (f"{run}: {covered}" for run, covered in measured.incomplete.items())
-        return replace(result, notes=(*result.notes, *parts))
-    missing = (
-        f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
-        for run, covered in measured.incomplete.items()
+        failing = (Line(LineVerdict.MISSING, "run", "cells", text) for text in missing)
+        return replace(result, lines=(*failing, *result.lines))
+    # What concerns only planned cells that have no record is left out.
+    planned = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
+    left = planned - measured.series.keys()
+    kept = tuple(
+        budget
+        for budget in rules.budgets
+        if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
     )
-    failing = (Line(LineVerdict.MISSING, "run", "cells", text) for text in missing)
-    return replace(result, lines=(*failing, *result.lines))
+    if baseline:
+        series = {name: one for name, one in baseline.series.items() if name not in left}
+        baseline = replace(baseline, series=series)
+    rules = replace(rules, budgets=kept)
+    result = evaluate(baseline, rules, measured.environment, measured.series)
+    parts = (f"{run}: {covered}" for run, covered in measured.incomplete.items())
+    return replace(result, notes=(*result.notes, *parts))
 
 
 def update(
     measured: Group, baseline_file: Path, *, partial: bool = False, **typed: Iterable[str]
 ) -> list[str]:
-    """Write the measured figures and outcomes into the baseline file; return the lines of the diff.
-
-    What the rules ``typed`` and those in the file do not compare is left out.
-
-    Raises:
-        ConfigError: a cell could not be measured, settings differ between cells, or the file is
-            invalid or not writable.
-        HarnessError: with exit code 1, if a run is incomplete (without ``partial``), weights were
-            wrong, or a strategy, command or use failed.
-    """
-    if measured.incomplete and not partial:
-        run, covered = next(iter(measured.incomplete.items()))
+    """Write what was measured, and the rules ``typed`` compare, into the baseline file; return the diff."""
+    for run, covered in {} if partial else measured.incomplete.items():
         raise HarnessError(
             f"cannot make a baseline from an incomplete run: {run}: {covered}",
             f"measure the missing cells: {covered.again}; or make a baseline of the measured cells alone:"
@@ -264,19 +236,18 @@ def update(
                 f"{name} could not be measured: {series.message or series.outcome}",
                 "measure the run again: a baseline without a figure would accept any value of it",
             )
-    broken = {name: one for name, one in measured.series.items() if one.failures & {*BROKEN}}
+    broken = [f"{name}: {one.outcome}" for name, one in measured.series.items() if one.failures & {*BROKEN}]  # fmt: skip
     if broken:
-        shown = "; ".join(f"{name}: {one.outcome}" for name, one in broken.items())
         raise HarnessError(
-            f"cannot make a baseline of failed strategies: {shown}",
+            f"cannot make a baseline of failed strategies: {'; '.join(broken)}",
             "repair these strategies and measure again, or leave them out of --strategies",
             exit_code=1,
         )
-    if mixed := [name for name, value in measured.environment.items() if " | " in str(value)]:
-        shown = "; ".join(f"{name}: {measured.environment[name]}" for name in mixed[:3])
+    mixed = [f"{name}: {one}" for name, one in measured.environment.items() if " | " in str(one)]
+    if mixed:
         raise ConfigError(
             "the cells of one baseline must be comparable, but these cells were measured under"
-            f" different settings ({shown})",
+            f" different settings ({'; '.join(mixed[:3])})",
             "measure all cells again on one machine, with the same packages and variables",
         )
     return files.write(baseline_file, measured.environment, measured.series, **typed)
@@ -290,13 +261,14 @@ def evaluate(
 ) -> GateResult:
     """Judge all series by the rules, and by ``baseline`` if it is not None."""
     before = baseline.series if baseline else {}
-    lines, unjudged = [], []
-    ends = {
-        each: [one.failures for name, one in series.items() if each.covers(name)]
-        for each in rules.expected
-    }
-    notes = [f"{each.source} {each} matches no measured series" for each in ends if not ends[each]]
-    unmet = [each for each in ends if not any(each.outcome in failures for failures in ends[each])]
+    lines, notes, unjudged = list[Line](), list[str](), list[str]()
+    unmet = []
+    for rule in rules.expected:
+        ends = [one.failures for name, one in series.items() if rule.covers(name)]
+        if not ends:
+            notes.append(f"{rule.source} {rule} matches no measured series")
+        if not any(rule.outcome in failures for failures in ends):
+            unmet.append(rule)
     for name in dict.fromkeys([*before, *series]):
         was, now = before.get(name), series.get(name)
         line = _outcome(name, was, now, rules, unmet, is_new=bool(baseline) and not was)
@@ -333,37 +305,35 @@ def _outcome(
     Without a baseline file, these are judged: the failed series with a budget or an expected outcome,
     the broken ones, and an ok one whose failure was expected (in ``unmet``).
     """
+    if now is None:
+        text = f"was not measured; {was.outcome if was else ''} in the baseline"
+        return Line(LineVerdict.MISSING, name, "outcome", text)
     expected = [each for each in rules.expected if each.covers(name)]
+    if now.is_ok:
+        lost = next((each for each in expected if each in unmet), None)
+        repair = f"; remove {str(lost)!r} from {lost.source}" if lost else ""
+        if was and not was.is_ok:
+            return Line(LineVerdict.IMPROVED, name, "outcome", f"{was.outcome} -> ok{repair}")
+        if lost:
+            text = f"{lost.outcome} expected -> ok{repair}"
+            return Line(LineVerdict.IMPROVED, name, "outcome", text)
+        if was:
+            return Line(LineVerdict.SAME, name, "outcome", "ok", excess=-math.inf)
+        text = "not in the baseline; ok"
+        return Line(LineVerdict.NEW, name, "outcome", text) if is_new else None
+
     accepted = {each.outcome.value for each in expected}
     accepted |= was.failures & {*EXPECTABLE} if was else set()
-    lost = next((each for each in expected if each in unmet), None)
-    repair = f"; remove {str(lost)!r} from {lost.source}" if lost else ""
-    verdict, text = None, now.outcome if now else ""
-    if now is None:
-        verdict = LineVerdict.MISSING
-        text = f"was not measured; {was.outcome if was else ''} in the baseline"
-    elif now.is_ok and was and not was.is_ok:
-        verdict, text = LineVerdict.IMPROVED, f"{was.outcome} -> ok{repair}"
-    elif now.is_ok and lost:
-        verdict, text = LineVerdict.IMPROVED, f"{lost.outcome} expected -> ok{repair}"
-    elif now.is_ok and was:
-        verdict = LineVerdict.SAME
-    elif now.is_ok and is_new:
-        verdict, text = LineVerdict.NEW, "not in the baseline; ok"
-    elif not now.is_ok and now.failures <= accepted:
-        verdict = LineVerdict.EXPECTED
-    elif not now.is_ok and (
-        was
-        or is_new
-        or now.failures & {*BROKEN}
-        or any(budget.covers(name) for budget in rules.budgets)
-    ):
+    is_covered = any(budget.covers(name) for budget in rules.budgets)
+    is_judged = bool(was or is_new or is_covered or now.failures & {*BROKEN})
+    verdict, text = LineVerdict.EXPECTED, now.outcome
+    if not now.failures <= accepted:
         verdict = LineVerdict.REGRESSED if was and was.is_ok else LineVerdict.NOT_OK
         if was and was.outcome != now.outcome:
             text = f"{was.outcome} -> {text}"
         text += ", and not in the baseline" * is_new + (f": {now.message}" if now.message else "")
-    excess = -math.inf if verdict is LineVerdict.SAME else math.inf
-    return Line(verdict, name, "outcome", text, excess=excess) if verdict else None
+    is_expected = verdict is LineVerdict.EXPECTED
+    return Line(verdict, name, "outcome", text) if is_expected or is_judged else None
 
 
 def _beside(
@@ -391,9 +361,8 @@ def _beside(
     for name, was in baseline.series.items():
         yield from _figures(name, was, series[name], tolerances) if name in series else ()
         for metric_name, figure in was.figures.items():
-            tolerance = rules.tolerances.get(metric_name)
+            tolerance, metric = rules.tolerances.get(metric_name), METRICS[metric_name]
             if tolerance and figure.high - figure.median > 2 * tolerance.allowance(figure.median):
-                metric = METRICS[metric_name]
                 notes.append(
                     f"the baseline's repeats of {name} spread from {metric.text(figure.low)} to"
                     f" {metric.text(figure.high)} in {metric.title}: smaller regressions are not detected"
@@ -419,7 +388,12 @@ def _figures(
         metric = METRICS[metric_name]
         before, after = was.figures.get(metric_name), now.figures.get(metric_name)
         if before and after:
-            phases = _growth(metric, was, now)
+            earlier, later = _by_phase(metric, was), _by_phase(metric, now)
+            highest = max(earlier.values(), default=0) if metric.unit == "bytes" else 0
+            phases = tuple(
+                Growth(phase, earlier.get(phase), value, value - earlier.get(phase, highest))
+                for phase, value in later.items()
+            )
             yield judge_figure(name, metric, tolerance, before, after, phases)
         elif before:
             yield Line(LineVerdict.MISSING, name, metric.title, f"{metric.title} was not measured")
@@ -439,30 +413,12 @@ def judge_figure(
     bad, good = (below, above) if tolerance.direction == "higher" else (above, below)
     if tolerance.direction == "both":
         bad, good = max(above, below), -1
-    verdict = (
-        LineVerdict.REGRESSED if bad > 0 else LineVerdict.IMPROVED if good > 0 else LineVerdict.SAME
-    )
-    return Line(
-        verdict,
-        name,
-        metric.title,
-        metric=metric,
-        was=was.median,
-        now=now.median,
-        allowed=now.median - above if bad == above else now.median + below,
-        excess=bad / max(was.median, 1),
-        phases=phases,
-    )
-
-
-def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
-    """Return how much each phase of ``now`` changed, in the phase figure ``metric.in_phase``."""
-    earlier, later = _by_phase(metric, was), _by_phase(metric, now)
-    highest = max(earlier.values(), default=0) if metric.unit == "bytes" else 0
-    return tuple(
-        Growth(phase, earlier.get(phase), value, value - earlier.get(phase, highest))
-        for phase, value in later.items()
-    )
+    verdict = LineVerdict.IMPROVED if good > 0 else LineVerdict.SAME
+    if bad > 0:
+        verdict = LineVerdict.REGRESSED
+    allowed = now.median - above if bad == above else now.median + below
+    excess = bad / max(was.median, 1)
+    return Line(verdict, name, metric.title, "", metric, was.median, now.median, allowed, excess, phases)  # fmt: skip
 
 
 def _by_phase(metric: Metric, series: Series) -> dict[str, int]:
@@ -477,12 +433,8 @@ def _by_phase(metric: Metric, series: Series) -> dict[str, int]:
 
 
 def _budget(budget: Budget, series: Mapping[str, Series], notes: list[str]) -> list[Line]:
-    """Return a line for each series that the budget covers and that has the budget's figure.
-
-    The verdict is "missing" if no series has it, or if a search found no RAM floor. Which ok series
-    lack the figure is added to ``notes``.
-    """
-    lines, lacking, metric = [], [], budget.metric
+    """Return a line for each series that the budget covers; add those without its figure to ``notes``."""
+    lines, lacking, metric, what = [], [], budget.metric, str(budget)
     covered = {name: one for name, one in series.items() if budget.covers(name)}
     for name, one in covered.items():
         figure, bound = one.figures.get(metric.name), budget.bound(one)
@@ -490,25 +442,18 @@ def _budget(budget: Budget, series: Mapping[str, Series], notes: list[str]) -> l
             metric.name == "floor" and one.is_ok and one.no_floor
         ):  # of one run, if another found one
             text = f"no floor was found: {one.no_floor}"
-            lines.append(Line(LineVerdict.MISSING, name, str(budget), text))
+            lines.append(Line(LineVerdict.MISSING, name, what, text))
         elif figure is not None and bound is not None:
             kept = budget.is_kept(figure.high, bound)
-            lines.append(
-                Line(
-                    LineVerdict.SAME if kept else LineVerdict.OVER_BUDGET,
-                    name,
-                    str(budget),
-                    metric=metric,
-                    was=bound,
-                    now=figure.high,
-                    allowed=bound,
-                    excess=(figure.high - bound) / max(bound, 1),
-                )
-            )
+            verdict = LineVerdict.SAME if kept else LineVerdict.OVER_BUDGET
+            excess = (figure.high - bound) / max(bound, 1)
+            lines.append(Line(verdict, name, what, "", metric, bound, figure.high, bound, excess))
         elif one.is_ok:
             lacking.append(name)
     if lacking and lacking != [name for name, one in covered.items() if one.is_ok]:
-        notes.append(f"{budget}: not judged, because there is no such figure, for {', '.join(lacking)}")  # fmt: skip
+        notes.append(
+            f"{what}: not judged, because there is no such figure, for {', '.join(lacking)}"
+        )
     if lines:
         return lines
     why = "no measured series has this figure"
@@ -516,4 +461,4 @@ def _budget(budget: Budget, series: Mapping[str, Series], notes: list[str]) -> l
         strategies = dict.fromkeys(name.split(" ")[STRATEGY] for name in series if " " in name)
         known = f"; the run's strategies are {', '.join(strategies)}" if strategies else ""
         why = f"no series matches {budget.selector!r}{known}"
-    return [Line(LineVerdict.MISSING, "budget", str(budget), f"{budget}: {why}")]
+    return [Line(LineVerdict.MISSING, "budget", what, f"{what}: {why}")]

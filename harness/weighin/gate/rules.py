@@ -99,15 +99,13 @@ class Expectation(_Selecting):
         return f"{self.selector}={self.outcome}"
 
 
-def _default_tolerances() -> dict[str, Tolerance]:
-    return {name: metric.tolerance for name, metric in METRICS.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The rules of ``weighin check``. A metric that ``tolerances`` lacks is not compared."""
 
-    tolerances: Mapping[str, Tolerance] = field(default_factory=_default_tolerances)
+    tolerances: Mapping[str, Tolerance] = field(
+        default_factory=lambda: {name: metric.tolerance for name, metric in METRICS.items()}
+    )
     budgets: tuple[Budget, ...] = ()
     policies: Mapping[str, Policy] = field(default_factory=dict)
     expected: tuple[Expectation, ...] = ()
@@ -119,12 +117,7 @@ class Rules:
         tolerances: Iterable[str] = (),
         settings: Iterable[str] = (),
     ) -> "Rules":
-        """Return these rules and those of the command line, which override.
-
-        Raises:
-            ConfigError: a text is not a rule.
-            UnknownName: no metric has the name in a text.
-        """
+        """Return these rules and those of the command line, which override."""
         merged = {**self.tolerances, **dict(map(parse_tolerance, tolerances))}
         # The first policy that matches counts: a new one comes first, and replaces one of the same name.
         policies = dict(map(_parse_policy, settings))
@@ -140,87 +133,63 @@ class Rules:
         """Return the rules for these metrics alone, also for those that are turned off; all for none."""
         if not metrics:
             return self
-        judged = _default_tolerances() | dict(self.tolerances)
-        return replace(self, tolerances={name: judged[name] for name in (named(one).name for one in metrics)})  # fmt: skip
+        chosen = (named(one) for one in metrics)
+        return replace(self, tolerances={one.name: self.tolerances.get(one.name, one.tolerance) for one in chosen})  # fmt: skip
 
 
 def parse_budget(text: str) -> Budget:
+    def refused(why: str = "", repair: str = _BUDGETS) -> ConfigError:
+        return ConfigError(f"cannot read the budget {text!r}{why}", repair)
+
     match = _BUDGET.fullmatch(text)
     if match is None:
-        raise ConfigError(f"cannot read the budget {text!r}", _BUDGETS)
+        raise refused()
     metric = named(match["metric"])
     if match["above"]:
         if metric.name not in ("peak_rss", "above_import"):
-            raise ConfigError(
-                f"cannot read the budget {text!r}: 'above import' is possible for peak_rss and"
-                f" above_import, but not for {metric.name}",
-                'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import"',
-            )
+            raise refused(f": 'above import' is possible for peak_rss and above_import, but not for {metric.name}")  # fmt: skip
         metric = named("above_import")
     amount, shares = 0, {"model": 0.0, "limit": 0.0}
     for term in match["bound"].split("+"):
-        share = _SHARE.fullmatch(term.strip())
-        if share is None:
-            try:
-                amount += metric.parse(term.strip())
-            except ConfigError as error:
-                raise ConfigError(
-                    f"cannot read the budget {text!r}: {error.message}", error.repair or _BUDGETS
-                ) from None
-        elif metric.unit != "bytes":
-            raise ConfigError(
-                f"cannot read the budget {text!r}: {metric.name} is a time, but {share['reference']} is a size",
-                f'write a duration, as in "{metric.name} <= 10 s"',
-            )
-        else:
+        if share := _SHARE.fullmatch(term.strip()):
+            if metric.unit != "bytes":
+                raise refused(
+                    f": {metric.name} is a time, but {share['reference']} is a size",
+                    f'write a duration, as in "{metric.name} <= 10 s"',
+                )
             shares[share["reference"]] += float(share["factor"] or 1)
-    return Budget(
-        match["selector"] or "*",
-        " ".join(text.split()).removeprefix("*:").strip(),
-        metric,
-        match["sign"] == "<",
-        amount,
-        shares["model"],
-        shares["limit"],
-    )
+            continue
+        try:
+            amount += metric.parse(term.strip())
+        except ConfigError as error:
+            raise refused(f": {error.message}", error.repair or _BUDGETS) from None
+    shown = " ".join(text.split()).removeprefix("*:").strip()
+    is_below, selector = match["sign"] == "<", match["selector"] or "*"
+    return Budget(selector, shown, metric, is_below, amount, shares["model"], shares["limit"])
 
 
 def parse_tolerance(text: str) -> tuple[str, Tolerance | None]:
     """Return the metric's name and tolerance in a text such as "ready=30% 1s"; None for "load=off"."""
-    name, equals, said = text.partition("=")
-    metric = named(name.strip())
-    if said.strip() == "off":
+    name, _, said = text.partition("=")
+    metric, words = named(name.strip()), said.split()
+    if words == ["off"]:
         return metric.name, None
-    relative: float | None = None
-    absolute: list[str] = []
-    direction: Direction | None = None
-    for word in said.split():
-        if word in get_args(Direction):
-            direction = word  # type: ignore[assignment]
-        elif re.fullmatch(r"\d+(\.\d+)?%", word):
-            relative = float(word[:-1]) / 100
-        else:
-            absolute.append(word)
-    if not said.strip() or not equals:
+    if not words:
         raise ConfigError(f"cannot read the tolerance {text!r}", _TOLERANCES)
+    direction = next((one for one in get_args(Direction) if one in words), None)
+    shares = [word for word in words if re.fullmatch(r"\d+(\.\d+)?%", word)]
+    relative = float(shares[-1][:-1]) / 100 if shares else None
+    absolute = " ".join(word for word in words if word not in (*shares, *get_args(Direction)))
     try:
-        return metric.name, changed(metric, relative, " ".join(absolute) or None, direction)
+        return metric.name, changed(metric, relative, absolute or None, direction)
     except ConfigError as error:
-        raise ConfigError(
-            f"cannot read the tolerance {text!r}: {error.message}", _TOLERANCES
-        ) from None
+        raise ConfigError(f"cannot read the tolerance {text!r}: {error.message}", _TOLERANCES) from None  # fmt: skip
 
 
 def changed(
-    metric: Metric,
-    relative: float | None,
-    absolute: str | int | None,
-    direction: Direction | None,
+    metric: Metric, relative: float | None, absolute: str | int | None, direction: Direction | None
 ) -> Tolerance:
-    """Return the metric's default tolerance with these changes.
-
-    If only one of ``relative`` and ``absolute`` is there, the other counts as 0.
-    """
+    """Return the metric's default tolerance with these changes; a share without an amount counts alone."""
     result = metric.tolerance
     if relative is not None or absolute is not None:
         amount = metric.parse(absolute) if isinstance(absolute, str) else absolute or 0
@@ -267,19 +236,14 @@ def expectation(selector: str, outcome: str, source: str = "expect") -> Expectat
 def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
     """Return the expected outcomes that would let the failed series ``names`` pass.
 
-    A selector is the strategy's name, or the series' whole name if other series of the strategy ended
-    otherwise. A series is left out if its repeats failed in different ways, or if its outcome cannot
-    be expected.
+    A selector is the strategy's name, or the series' whole name if others of the strategy ended otherwise.
     """
     suggested: dict[str, Expectation] = {}
     for name in names:
         ends = series[name].failures
-        if len(ends) != 1 or not ends <= {*EXPECTABLE}:
-            continue
-        strategy = name.split(" ")[STRATEGY] if " " in name else name
-        alike = all(
-            one.failures == ends for other, one in series.items() if selects(strategy, other)
-        )
-        selector = strategy if alike else name
-        suggested.setdefault(selector, Expectation(selector, Outcome(*ends)))
+        if len(ends) == 1 and ends <= {*EXPECTABLE}:
+            strategy = name.split(" ")[STRATEGY] if " " in name else name
+            same = [one.failures for other, one in series.items() if selects(strategy, other)]
+            selector = strategy if all(one == ends for one in same) else name
+            suggested.setdefault(selector, Expectation(selector, Outcome(*ends)))
     return list(suggested.values())

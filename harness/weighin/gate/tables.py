@@ -1,7 +1,4 @@
-"""Show the result of ``weighin check`` in each form.
-
-The forms are text for a terminal, Markdown, GitHub's annotations, JUnit XML and JSON.
-"""
+"""The result of ``weighin check`` in a terminal, Markdown, GitHub's annotations, JUnit XML and JSON."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,8 +7,8 @@ from xml.etree import ElementTree as ET
 
 from weighin.gate.check import FAILING, WITHIN_BUDGET, GateResult, Line, LineVerdict
 from weighin.records.series import FORMAT, STRATEGY
-from weighin.show.table import Column, Document, Entry, Lines, Table
-from weighin.text import markdown, one_line
+from weighin.show.table import Column, Document, Entry, Lines, Table, escaped, markdown
+from weighin.text import one_line
 
 KINDS: Final[Mapping[LineVerdict, str]] = {
     **dict.fromkeys(FAILING, "worse"),
@@ -38,14 +35,29 @@ def summary(result: GateResult) -> str:
 
 
 def terminal(result: GateResult, *, whole: bool = False) -> Document:
-    """Return the result for a terminal.
-
-    Without ``whole``, unchanged figures are left out. If all are unchanged, the first one is shown,
-    which is the nearest to its bound.
-    """
+    """Return the result without unchanged figures, unless ``whole``; if all are, the nearest to its bound."""
     notable = [line for line in result.lines if line.verdict is not LineVerdict.SAME]
     shown = result.lines if whole else notable or result.lines[:1]
-    names, common = short_names(line.series for line in shown)
+    last = Lines("", [summary(result)], "failed" if result.failed else "passed")
+    return [*_document(result, shown), last]
+
+
+def write_markdown(result: GateResult) -> str:
+    """Return the result as Markdown, with the unchanged figures in a collapsed section."""
+    notable = [line for line in result.lines if line.verdict is not LineVerdict.SAME]
+    head = f"## {'❌' if result.failed else '✅'} weighin check\n\n{escaped(summary(result))}"
+    parts = [head, markdown(_document(result, notable), 3)]
+    if same := [line for line in result.lines if line.verdict is LineVerdict.SAME]:
+        counts = Counter("within budget" if line.is_budget else "unchanged" for line in same)
+        words = ", ".join(f"{counts[title]} {title}" for title in sorted(counts, reverse=True))
+        table = _table(same, short_names(line.series for line in result.lines)[0]).markdown()
+        parts.append(f"<details><summary>{words}</summary>\n\n{table}\n\n</details>")
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _document(result: GateResult, shown: Sequence[Line]) -> list[Table | Lines]:
+    """Return the lines, the phases of each series' worst failure, and the notes."""
+    names, common = short_names(line.series for line in shown or result.lines)
     figures = [line for line in shown if line.metric]
     failing, others = (
         [
@@ -55,42 +67,16 @@ def terminal(result: GateResult, *, whole: bool = False) -> Document:
         ]
         for fails in (True, False)
     )
-    phases = [
-        Lines(
-            f"{names[one.series]}, {one.what}, by phase", [f"  {each}" for each in phase_lines(one)]
-        )
-        for one in _explained(result)
-    ]
-    return [
+    worst = {line.series: line for line in reversed(result.failed) if line.phases}
+    found: list[Table | Lines] = [
         Lines("", failing),
         *([_table(figures, names)] if figures else []),
         Lines("", others),
-        *phases,
+        *(_phases(worst[name], names[name]) for name in names if name in worst),
         Lines("", [f"all: {common}"] if common else [], "dim"),
         Lines("", [f"note: {note}" for note in result.notes]),
-        Lines("", [summary(result)], "failed" if result.failed else "passed"),
     ]
-
-
-def write_markdown(result: GateResult) -> str:
-    """Return the result as Markdown, with the unchanged figures in a collapsed section."""
-    names, common = short_names(line.series for line in result.lines)
-    parts = [f"## {'❌' if result.failed else '✅'} weighin check\n\n{markdown(summary(result))}"]
-    if notable := [line for line in result.lines if line.verdict is not LineVerdict.SAME]:
-        parts.append(_table(notable, names).markdown())
-    for line in _explained(result):
-        head = markdown(f"{names[line.series]}, {line.what}, by phase")
-        parts.append(f"**{head}**\n\n{Lines('', phase_lines(line), 'verbatim').markdown()}")
-    if same := [line for line in result.lines if line.verdict is LineVerdict.SAME]:
-        counts = Counter("within budget" if line.is_budget else "unchanged" for line in same)
-        words = ", ".join(f"{counts[title]} {title}" for title in sorted(counts, reverse=True))
-        head = f"figures: {words}" if counts[WITHIN_BUDGET] else f"{len(same)} unchanged figures"
-        table = _table(same, names).markdown()
-        parts.append(f"<details><summary>{head}</summary>\n\n{table}\n\n</details>")
-    parts += [f"- {markdown(note)}" for note in result.notes]
-    if common:
-        parts.append(markdown(f"All: {common}"))
-    return "\n\n".join(parts) + "\n"
+    return [part for part in found if isinstance(part, Table) or part.lines]
 
 
 def annotations(result: GateResult, file: str | None = None) -> Iterator[str]:
@@ -113,11 +99,7 @@ def annotations(result: GateResult, file: str | None = None) -> Iterator[str]:
 
 
 def junit(result: GateResult) -> str:
-    """Return JUnit XML, which Jenkins, GitLab and GitHub's test reporters read (junit-10.xsd).
-
-    Each line of the check becomes a test case, whose class is the name of the series. The text of a
-    failed test case lists the series' phases, if the phases explain the metric.
-    """
+    """Return JUnit XML (junit-10.xsd): each line is a test case, whose class is the name of the series."""
     suite = ET.Element(
         "testsuite",
         name="weighin check",
@@ -135,7 +117,7 @@ def junit(result: GateResult) -> str:
             failure = ET.SubElement(
                 case, "failure", type=line.verdict.replace(" ", "_"), message=describe(line)
             )
-            failure.text = "\n".join(phase_lines(line)) if line.phases else describe(line)
+            failure.text = _phases(line, line.series).markdown() if line.phases else describe(line)
         elif line.verdict is not LineVerdict.SAME:
             ET.SubElement(case, "system-out").text = f"{line.verdict}: {describe(line)}"
     root = ET.Element("testsuites")
@@ -205,50 +187,34 @@ def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
     return short, " ".join(word for word in series[0] if word in common) if series else ""
 
 
-def phase_lines(line: Line) -> list[str]:
-    """Return a line of text with the metric for each phase; mark the phase that caused growth."""
+def _phases(line: Line, name: str) -> Table:
+    """Return a table of the metric of a line in each phase, in which the phase that grew is marked."""
     metric = line.metric
     assert metric is not None
     figure = metric.name if metric.name == "above_import" else metric.in_phase
-    rows = [(f"{figure.replace('_', ' ')} in phase", "before", "now", "change")]
+    rows: list[list[Entry | str]] = []
     for each in line.phases:
         was = "-" if each.was is None else metric.text(each.was)
         change = "new" if each.was is None else metric.change(each.was, each.now)
-        rows.append((one_line(each.phase), was, metric.text(each.now), change))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    grown = line.grown.phase if line.grown else None
-    return [
-        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}"
-        + ("  <- grew" if index and line.phases[index - 1].phase == grown else "")
-        for index, row in enumerate(rows)
-    ]
+        grew = "grew" if each == line.grown else ""
+        rows.append([one_line(each.phase), was, metric.text(each.now), Entry(change, grew)])
+    heads = (f"{figure.replace('_', ' ')} in phase", "before", "now", "change")
+    columns = [Column(head, is_name=at == 0) for at, head in enumerate(heads)]
+    return Table(f"{name}, {line.what}, by phase", columns, rows)
 
 
-def _explained(result: GateResult) -> Iterable[Line]:
-    """Return the first failing line of each series with phases: the worst, as lines are sorted."""
-    worst: dict[str, Line] = {}
-    for line in result.failed:
-        if line.phases:
-            worst.setdefault(line.series, line)
-    return worst.values()
-
-
-def _table(lines: Sequence[Line], names: dict[str, str]) -> Table:
+def _table(lines: Sequence[Line], names: Mapping[str, str]) -> Table:
     """Return a table of lines; "before" is left out for budgets alone, which lack it."""
+    only_budgets = all(line.is_budget for line in lines)
     rows: list[list[Entry | str]] = []
     for line in lines:
-        metric = line.metric
-        head: list[Entry | str] = [
-            Entry(line.title, kind=KINDS[line.verdict]),
-            names[line.series],
-        ]
+        metric, verdict = line.metric, Entry(line.title, kind=KINDS[line.verdict])
+        head: list[Entry | str] = [verdict, names[line.series]]
         if metric is None:
-            rows.append([*head, one_line(line.text), "", "", "", "", ""])
+            rows.append([*head, one_line(line.text), *[""] * 5])
             continue
         change, _, share = metric.change(line.was, line.now).partition(" (")
-        grew = ""
-        if line.grown and line.fails:
-            grew = f"{one_line(line.grown.phase)} {metric.change(0, line.grown.step)}"
+        grown = line.grown if line.fails else None
         rows.append([
             *head,
             line.what,
@@ -256,9 +222,8 @@ def _table(lines: Sequence[Line], names: dict[str, str]) -> Table:
             metric.text(line.now),
             Entry(change, share.rstrip(")")),
             metric.text(line.allowed),
-            grew,
+            f"{one_line(grown.phase)} {metric.change(0, grown.step)}" if grown else "",
         ])  # fmt: skip
-    only_budgets = all(line.is_budget for line in lines)
     columns = [
         *(Column(one, is_name=True) for one in ("verdict", "series", "what")),
         Column("before", rank=1),
