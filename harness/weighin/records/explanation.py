@@ -21,8 +21,7 @@ from weighin.units import GIB, MIB, format_bytes, format_exact
 
 _LEAST_BYTES: Final = 48 * MIB
 """Most rules do not explain less memory than this: Python with a few libraries needs as much."""
-_NEAR: Final = 0.75
-"""A stack counts only if the command then used at least this share of its highest memory."""
+_NEAR: Final = 0.75  # of the command's highest memory: a stack below it does not count
 _MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more than one copy
 _WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
 _MOST_OF_FILE: Final = 1.1  # strings and buffers may take a tenth more than the file
@@ -30,12 +29,8 @@ _SLICES: Final = 4
 _LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
 _LEAST_STACKS: Final = 3
-_MOST_STACKS: Final = 2 / 3
-_NEARLY_ALL: Final = 0.9  # of the stacks in which the caller's line is
 _UNSEEN_SHARE, _UNSEEN_BYTES = 0.1, 8 * MIB  # of the need; a kind of memory was not seen
 _NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this near shows no need
-_SHORT_CODE: Final = 48
-_COMMAND_LENGTH: Final = 72
 
 _FRAME: Final = re.compile(r"(?P<function>.*) \((?P<path>.*):(?P<line>\d+)\)")
 _INSTALLED: Final = re.compile(
@@ -119,9 +114,8 @@ def own(frames: Iterable[Frame]) -> Frame | None:
 class Place:
     """A line of the program that ran when ``stack`` was recorded: the frame with the number ``at``.
 
-    Attributes:
-        inner: the frames that the line called.
-        keeps: whether the line only fills tensors that exist, or a library keeps what the line makes.
+    ``inner`` are the frames that it called. A line that ``keeps`` only fills tensors that exist, or a
+    library keeps what it makes.
     """
 
     def __init__(self, stack: Stack, frames: tuple[Frame, ...], at: int) -> None:
@@ -144,9 +138,7 @@ class Place:
 
     @property
     def title(self) -> str:
-        """The line as text: "`load_state_dict` (script.py:14)", with the function that it called, or
-        has the line.
-        """
+        """The line, with the function that it called or is in: "`load_state_dict` (script.py:14)"."""
         name = ""
         if self.at:
             name = "import" if self.inner[-1].is_import else self.inner[-1].short_name
@@ -156,16 +148,14 @@ class Place:
                 break
             name = frame.name
         is_innermost = self.frame == (own(self.frames) or self.frames[0])
-        if not name and is_innermost and len(self.stack.code) <= _SHORT_CODE:
+        if not name and is_innermost and len(self.stack.code) <= 48:
             name = self.stack.code
         return f"`{name}` ({self.frame.place})" if name else self.frame.place
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What caused a command's memory use, in words. ``hint`` is a certain remedy, if there is one.
-    ``place`` is the line that allocated the memory.
-    """
+    """What caused the memory use, the certain remedy, if any, and the line that allocated the memory."""
 
     name: str
     words: str
@@ -178,11 +168,9 @@ class Facts:
 
     Attributes:
         present: the processes whose memory was read; ``holder`` is the one with the most.
-        at_peak: the sample at the peak; without one, the sums over the processes that ran then.
         places: the lines of all stacks, sorted by the command's memory at the time of the stack.
         place: the line that ran last near the peak; None without a stack, or if all threads waited.
-        files: the checkpoint files that the process of ``place`` mapped to less than half, the
-            largest first.
+        files: the checkpoint files that the process of ``place`` mapped to less than half.
     """
 
     def __init__(self, result: Result, ran: Ran, samples: Sequence[Sample]) -> None:
@@ -243,9 +231,7 @@ class Facts:
         return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
 
     def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
-        """Return a lower bound of how much the command's memory grew while ``holds`` was true: the sum
-        over each two successive stacks of the process ``pid`` for which it is true, in bytes.
-        """
+        """Return by how much memory grew at least between successive stacks of a process that ``holds``."""
         places = [one for one in self.places if one.stack.pid == pid and not one.waits]
         places.sort(key=lambda one: one.stack.t_ns)
         return sum(
@@ -255,9 +241,7 @@ class Facts:
         )
 
     def grown_since(self, files: Sequence[OpenFile]) -> int:
-        """Return a lower bound of the growth of anonymous memory since the first of ``files`` was opened,
-        in bytes: 0 without samples, or if no sample found the file open.
-        """
+        """Return by how much anonymous memory grew at least since the first of ``files`` was opened."""
         seen_ns = min(files, key=lambda file: file.seen_ns or 0).seen_ns
         if seen_ns is None or not self.samples:
             return 0
@@ -293,20 +277,17 @@ def _title_of(process: Process) -> str:
 def _program(command: str) -> str:
     """Shorten a command line for a sentence: remove folders from absolute paths, and cut the end."""
     words = (PurePath(word).name if word.startswith("/") else word for word in command.split())
-    return one_line(" ".join(words), _COMMAND_LENGTH)
+    return one_line(" ".join(words), 72)
 
 
 def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str]:
-    """Return up to three lines: the command's end; if it was measured, its memory use and the line of
-    code that took most; and the cause of this use, if one is proven.
-    """
-    ending = _ending(result)
-    if result.ran is None:
-        return [ending]
-    facts = Facts(result, result.ran, samples or ())
-    lines = [ending, " ".join(filter(None, (_need(facts), _where(facts), _cache(facts))))]
-    if cause := facts.cause:
-        lines.append(f"{cause.words} {cause.hint}".strip())
+    """Return up to three lines: the end; the memory use and the line that took most; a proven cause."""
+    lines = [_ending(result)]
+    if result.ran:
+        facts = Facts(result, result.ran, samples or ())
+        lines.append(" ".join(filter(None, (_need(facts), _where(facts), _cache(facts)))))
+        if cause := facts.cause:
+            lines.append(f"{cause.words} {cause.hint}".strip())
     return [line for line in lines if line]
 
 
@@ -389,12 +370,13 @@ def _where(facts: Facts) -> str:
             runner = facts.process(place.stack.pid)
             by = f" in {_title_of(runner)}" if runner else ""
             of = f"; {who} had {size(held_by(holder))} of it"
+    marks = [mark.text for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
+    text = "Most of this memory was"
     if place:
-        return f"Most of this memory was in use when {place.title} ran{by}{of}."
-    marks = [mark for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
+        return f"{text} in use when {place.title} ran{by}{of}."
     if marks:
-        return f"Most of this memory was in use after the command printed {marks[-1].text!r}{by}."
-    return f"Most of this memory was{by}." if by else ""
+        return f"{text} in use after the command printed {marks[-1]!r}{by}."
+    return f"{text}{by}." if by else ""
 
 
 def _cache(facts: Facts) -> str:
@@ -434,25 +416,19 @@ def _causes(facts: Facts) -> Iterator[Cause]:
         words = "The command did not reach its own limit, but that of another cgroup."
         yield Cause("a limit around", words, "Raise the limit of that cgroup.")
     holder, present = facts.holder, facts.present
-    is_child = holder and holder.pid != facts.ran.pid
     # Without the first process, the children are what a killed parent left.
-    is_child = is_child and any(one.pid == facts.ran.pid for one in present)
+    is_child = holder and holder.pid != facts.ran.pid and any(one.pid == facts.ran.pid for one in present)  # fmt: skip
     most = 0.7 * sum(map(held_by, present))
     if holder and is_child and held >= _LEAST_BYTES and held_by(holder) >= most:
         child = f"{_title_of(holder)} has {size(held_by(holder))}"
-        words = f"A child process of the command has most of the memory: {child}."
-        yield Cause("a child", words)
+        yield Cause("a child", f"A child process of the command has most of the memory: {child}.")
     if facts.place:
         yield from _growth(facts, facts.place)
-    peak, cached = facts.result.peaks.cgroup_bytes, at_peak.page_cache_bytes
+    peak, cached = facts.result.peaks.cgroup_bytes or 0, at_peak.page_cache_bytes
     is_measured = facts.result.outcome is Outcome.OK and facts.ran.needed_bytes is not None
-    if is_measured and peak and peak >= _LEAST_BYTES and cached >= peak // 2:
-        yield Cause(
-            "page cache only",
-            f"{size(cached)} of the peak of {size(peak)} is page cache, which the kernel reclaims"
-            " under a lower limit.",
-            "Find the smallest limit with weighin floor.",
-        )
+    if is_measured and peak >= _LEAST_BYTES and cached >= peak // 2:
+        words = f"{size(cached)} of the peak of {size(peak)} is page cache, which the kernel reclaims under a lower limit."
+        yield Cause("page cache only", words, "Find the smallest limit with weighin floor.")
 
 
 def _copies(facts: Facts, place: Place) -> Iterator[Cause]:
@@ -601,9 +577,8 @@ def _steady_rise(facts: Facts, usual: Place) -> list[tuple[int, int]]:
 
 
 def _usual_place(facts: Facts, last: Place) -> Place:
-    """Return the innermost line that is in two thirds of a process's stacks, and in nearly all stacks
-    of the line that called it: where memory grows at several lines of a function, the caller's line is
-    meant.
+    """Return the innermost line that is in two thirds of a process's stacks, and in nine tenths of those
+    of its caller: where memory grows at several lines of a function, the caller's line is meant.
     """
     places = [
         (one, [None if frame.is_library else (frame.path, frame.line) for frame in one.frames])
@@ -615,16 +590,14 @@ def _usual_place(facts: Facts, last: Place) -> Place:
     for one, lines in places:
         for at, line in enumerate(lines):
             caller = next(filter(None, lines[at + 1 :]), line)
-            least = max(_MOST_STACKS * len(places), _NEARLY_ALL * counts[caller])
-            if line and counts[line] >= least:
+            if line and counts[line] >= max(2 / 3 * len(places), 0.9 * counts[caller]):
                 found.append((len(one.frames) - at, Place(one.stack, one.frames, at)))
     return max(found, key=lambda each: each[0], default=(0, last))[1]
 
 
 def _recommend(facts: Facts, files: Sequence[OpenFile]) -> str:
-    limit = facts.result.cell.ram_limit_bytes
+    limit, path = facts.result.cell.ram_limit_bytes, PurePath(files[0].path)
     ram = f" --ram {format_exact(limit)}" if limit else ""
-    path = PurePath(files[0].path)
     return f"weighin recommend {quote(str(path if len(files) == 1 else path.parent))}{ram}"
 
 

@@ -24,14 +24,7 @@ from weighin.result import (
     Result,
     phases_of,
 )
-from weighin.units import (
-    GIB,
-    MIB,
-    format_bytes,
-    format_seconds,
-    parse_bytes,
-    parse_seconds,
-)
+from weighin.units import GIB, MIB, format_bytes, format_seconds, parse_bytes, parse_seconds
 
 Direction = Literal["lower", "higher", "both"]
 """Whether a lower or a higher value is better; with "both", a change either way is a regression."""
@@ -45,11 +38,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def middle(values: Iterable[_Number | None]) -> _Number | None:
-    """Return the median of the values that are not None; None if there are no such values.
-
-    For an even number of values, the result is the lower one of the two middle values, so that the
-    result itself was measured.
-    """
+    """Return the median of the values that are not None; of two middle values the lower, which was measured."""
     known = sorted(value for value in values if value is not None)
     return known[(len(known) - 1) // 2] if known else None
 
@@ -334,11 +323,10 @@ def named(name: str) -> Metric:
 
 
 def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
-    """Return a load's or save's phases until it is complete, or all of a command, by unique names.
+    """Return a load's or save's phases until it is complete and its use, or all of a command, by unique names.
 
-    The phases of the imports before a load are left out, and so are forward passes; the phase of a
-    use is included. An interval between the phase NAME and the next phase is called "other after
-    NAME": its name stays the same if a run has more or fewer such intervals.
+    An interval between the phase NAME and the next is called "other after NAME": its name stays the
+    same if a run has more or fewer such intervals.
     """
     phases = result.phases
     if result.cell.operation in _OF_MODELS:

@@ -145,8 +145,8 @@ def _own_words(cell: Cell) -> tuple[tuple[str, ...], ...]:
 def summarise(runs: Iterable[Records]) -> dict[str, Series]:
     """Return the ``Series`` of all runs together, by name; of two records of a cell, the last counts.
 
-    A floor search yields one series for each case that it searched, with the floor, if found, among its
-    ``figures``. Its repeats are the cells without a limit, and the cell that stopped the search early.
+    A search yields a series with its floor for each case. Its repeats are the cells without a limit, and
+    the cell that stopped the search early.
     """
     groups: dict[str, list[Result]] = {}
     searches: dict[str, list[Floor]] = {}
@@ -189,10 +189,7 @@ def _series(group: Sequence[Result], of_search: Sequence[Floor]) -> Series:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The survival matrix of comparable cells; ``fields`` maps (row, column) numbers to fields.
-
-    ``limits``, the columns, are in descending order, with None (no limit) first.
-    """
+    """The survival matrix of comparable cells: by (row, column), its fields; no limit is the first column."""
 
     scene: Cell
     rows: tuple[Cell, ...]
@@ -238,11 +235,8 @@ def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | Non
 
 @dataclass(frozen=True, slots=True)
 class RankSeries:
-    """The ok results of one strategy, by the number of ranks. ``cell`` has one rank.
-
-    ``charges`` is the memory of all ranks together, without that of the imports, in bytes: from the
-    RAM floor if a search found one, else from the median of the cgroup's peaks.
-    """
+    """The ok results of one strategy, by the number of ranks, and the memory of all ranks above the imports:
+    the RAM floor if a search found one, else the median of the cgroup's peaks. ``cell`` has one rank."""
 
     cell: Cell
     by_ranks: dict[int, list[Result]]
