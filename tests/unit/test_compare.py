@@ -12,6 +12,7 @@ from weighin.errors import ConfigError
 from weighin.gate.compare import compare, history
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
+from weighin.show.table import markdown
 from weighin.units import MIB
 
 
@@ -75,7 +76,7 @@ def test_what_is_one_thing_in_each_run_is_said_of_the_run(tmp_path: Path) -> Non
         f"B = {folders[1]}: process, torch 2.13.0",
     ]
     assert all(row["compared"][0] for row in comparison.rows if row["metric"] != "peak_cgroup")
-    assert "process" not in comparison.markdown().partition("| series")[2]
+    assert "process" not in markdown(comparison.document).partition("| series")[2]
 
 
 def on(result: Result, cpu: str, node: str) -> Result:
@@ -139,7 +140,7 @@ def test_figures_that_shrank_beyond_noise_are_counted_and_marked(tmp_path: Path)
         run_of(tmp_path / "b", make_result(STREAMING)),
     ]
     comparison = compare(folders, ["above_import", "ready"])
-    text = comparison.markdown()
+    text = markdown(comparison.document)
     assert "0 larger and 1 smaller" in text.splitlines()[-1]
     [line] = [line for line in text.splitlines() if "above_import" in line]
     assert line.endswith("| ✅ 6.450 GiB (-4.7 %) |")

@@ -90,14 +90,16 @@ def show_run(run: Path, records: "Records", json: str | None, formats: Sequence[
 def compare(_: click.Context, typed: dict[str, Any]) -> None:
     """Show the figures of several runs side by side, such as two commits or two versions of torch."""
     from weighin.gate import compare as comparing
+    from weighin.show.table import markdown
 
     runs = typed["runs"]
     with _console.working(f"comparing the figures of {len(runs)} runs"):
         comparison = comparing.compare(runs, _options.names(typed["metrics"]), typed["by"])
     _console.note(*comparison.warnings)
-    _console.deliver(typed["json"], comparison.as_json(), *comparison.terminal())
+    _console.deliver(typed["json"], comparison.as_json(), *comparison.document)
     if typed["markdown"]:
-        _console.write(typed["markdown"], comparison.markdown())
+        _console.write(typed["markdown"], f"{markdown(comparison.document)}
+")
 
 
 @verb(

@@ -21,7 +21,7 @@ from weighin.records.machine import differences, fingerprint, settings_of
 from weighin.records.metrics import METRICS, Metric, grouped, named
 from weighin.records.series import Series
 from weighin.result import Result
-from weighin.show.table import Column, Document, Entry, Lines, Table, markdown
+from weighin.show.table import Column, Document, Entry, Lines, Table
 from weighin.text import one_line
 
 _COMMIT_LENGTH: Final = 10
@@ -72,15 +72,11 @@ class Comparison:
         names = (Column(one, is_name=True) for one in ("series", "metric"))
         return Table("", [*names, *map(Column, ascii_uppercase[: len(self.headings)])], rows)
 
-    def terminal(self) -> Document:
+    @property
+    def document(self) -> Document:
         common = [f"all: {self.common}"] if self.common else []
-        total = Lines("", [self.summary], "result")
-        return [Lines("", self.headings), self.table, Lines("", common, "dim"), total]
-
-    def markdown(self) -> str:
-        common = [f"All: {self.common}"] if self.common else []
-        texts = Lines("", [*common, self.summary], "answer")
-        return markdown([Lines("", self.headings), self.table, texts]) + "\n"
+        parts = Lines("", self.headings), self.table, Lines("", common, "dim")
+        return [*parts, Lines("", [self.summary], "result")]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -194,31 +190,24 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for the outcomes unless all are ok, and one for each metric."""
     texts = [each.outcome if each else None for each in series]
+    compared: list[dict[str, Any] | None] = [None] * (len(series) - 1)
     if any(text != "ok" for text in texts):
-        nothing = [None] * (len(series) - 1)
-        yield {"series": name, "metric": _OUTCOME, "texts": texts, "compared": nothing}
+        yield {"series": name, "metric": _OUTCOME, "texts": texts, "compared": compared}
     for metric in metrics:
-        figures = [each.figures.get(metric.name) if each else None for each in series]
-        compared: list[dict[str, Any] | None] = []
-        for other in figures[1:]:
-            line = (
-                figures[0]
-                and other
-                and judge_figure(name, metric, metric.tolerance, figures[0], other)
-            )
+        first, *others = [each.figures.get(metric.name) if each else None for each in series]
+        compared = []
+        for other in others:
+            if not (first and other):
+                compared.append(None)
+                continue
+            line = judge_figure(name, metric, metric.tolerance, first, other)
+            is_noise = line.verdict is LineVerdict.SAME
+            figures = {"unit": metric.unit, "before": line.was, "now": line.now}
             compared.append(
-                {
-                    "unit": metric.unit,
-                    "before": line.was,
-                    "now": line.now,
-                    "changed_beyond_noise": line.verdict is not LineVerdict.SAME,
-                    "verdict": line.verdict,
-                }
-                if line
-                else None
+                figures | {"changed_beyond_noise": not is_noise, "verdict": line.verdict}
             )
-        texts = [metric.text(one.median) if one else None for one in figures]
-        if any(figures):
+        texts = [metric.text(one.median) if one else None for one in (first, *others)]
+        if any(texts):
             yield {"series": name, "metric": metric.title, "texts": texts, "compared": compared}
 
 

@@ -68,7 +68,7 @@ def _document(result: GateResult, shown: Sequence[Line]) -> list[Table | Lines]:
         for fails in (True, False)
     )
     worst = {line.series: line for line in reversed(result.failed) if line.phases}
-    found: list[Table | Lines] = [
+    return [
         Lines("", failing),
         *([_table(figures, names)] if figures else []),
         Lines("", others),
@@ -76,7 +76,6 @@ def _document(result: GateResult, shown: Sequence[Line]) -> list[Table | Lines]:
         Lines("", [f"all: {common}"] if common else [], "dim"),
         Lines("", [f"note: {note}" for note in result.notes]),
     ]
-    return [part for part in found if isinstance(part, Table) or part.lines]
 
 
 def annotations(result: GateResult, file: str | None = None) -> Iterator[str]:

@@ -9,6 +9,7 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from importlib import resources
+from string import Template
 from typing import TYPE_CHECKING, Final
 
 from weighin import __version__
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
 
 _IN_A_TABLE: Final = "survival"  # the picture that shows no more than the table
 _FILES: Final = (run_folder.RECORDS, run_folder.PLAN, "summary.csv", "report.md")
-_HINT: Final = (
-    "Click a heading to sort by its column. Large figures are medians of the repeats, and small figures are"
-    " their range. Every measurement runs in a process of its own. The kernel enforces the limits, with swap"
-    " off. Cold: the checkpoint was evicted from the page cache before the measurement, and the eviction was"
-    " verified. Compare times only within one run."
-)
 
 
 def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
@@ -58,37 +53,18 @@ def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
     folder = [file for file in _FILES if (run.folder / file).exists()]
     links = ", ".join(f'<a href="{file}">{file}</a>' for file in folder)
     templates = resources.files("weighin.show") / "templates"
-    script, css = (
-        (templates / one).read_text(encoding="utf-8") for one in ("script.js", "style.css")
+    page, script, css = (
+        (templates / one).read_text(encoding="utf-8")
+        for one in ("page.html", "script.js", "style.css")
     )
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="generator" content="weighin {__version__}">
-<title>{title} · weighin</title>
-<style>{css}</style>
-</head>
-<body>
-<header>
-<h1>{title}</h1>
-<button type="button" id="theme" hidden>dark</button>
-<p class="hint">{escape(words.shared(run))}</p>
-<form id="filter" role="search" hidden>
-<label>Show only rows with <input type="search" id="words" autocomplete="off" placeholder="any words of a row"></label>
-<output id="shown" aria-live="polite"></output>
-</form>
-</header>
-<main>
-{body}</main>
-<footer><p>{_HINT}</p>
-<p>weighin {__version__}. Computed from the records of run {escape(run.folder.resolve().name)}, which contain all figures unrounded: {links}.</p></footer>
-<div id="tip" role="status" aria-live="polite" hidden></div>
-<script>{script}</script>
-</body>
-</html>
-"""
+    return Template(page).substitute(
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        version=__version__,
+        title=title,
+        css=css,
+        shared=escape(words.shared(run)),
+        body=body,
+        run=escape(run.folder.resolve().name),
+        links=links,
+        script=script,
+    )

@@ -234,10 +234,11 @@ Document = Sequence[Table | Lines]
 
 
 def markdown(document: Document, level: int = 2) -> str:
-    """Return a document in Markdown; a part that has the title of the part before has no heading."""
+    """Return a document in Markdown, without the parts that have no lines."""
     return "\n\n".join(
         (f"{'#' * level} {escaped(part.title)}\n\n" if part.title else "") + part.markdown()
         for part in document
+        if isinstance(part, Table) or part.lines
     )
 
 
