@@ -64,25 +64,19 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The verdict on one item of a check.
-
-    Attributes:
-        series: the name of the series, or "environment", "budget" or "run".
-        what: the metric, budget or setting that is judged, or "outcome", "model" or "cells".
-        was, now, allowed: the figure in the baseline file or the bound of a budget, the measured
-            figure, and the worst figure that passes.
-        excess: how much worse ``now`` is than ``allowed``, as a share of ``was``; at most 0 for a pass.
-    """
+    """The verdict on one item of a check."""
 
     verdict: LineVerdict
-    series: str
-    what: str
-    text: str = ""
-    metric: Metric | None = None
-    was: int = 0
+    series: str  # its name, or "environment", "budget" or "run"
+    what: str  # the metric, budget or setting, or "outcome", "model" or "cells"
+    text: str = ""  # the description of an item without figures
+    metric: Metric | None = None  # of the following figures
+    was: int = 0  # in the baseline file, or the bound of a budget
     now: int = 0
-    allowed: int = 0
-    excess: float = math.inf
+    allowed: int = 0  # the worst figure that passes
+    excess: float = (
+        math.inf
+    )  # how much worse ``now`` is, as a share of ``was``; at most 0 for a pass
     phases: tuple[Growth, ...] = ()
 
     @property

@@ -85,38 +85,24 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of a result: a column of summary.csv and of tables, and what ``weighin check`` compares.
+    """A figure of a result: a column of summary.csv and of tables, and what ``weighin check`` compares."""
 
-    If the figure grew, ``PHASE_FIGURES[in_phase]`` of each phase shows in which phase it grew. Times
-    cannot be compared between machines.
-
-    Attributes:
-        key: the name of the column; "" for a figure that only ``weighin check`` knows. In a column,
-            sizes are in bytes, and times in seconds.
-        heading: the heading in tables; "" if tables have no such column.
-        accuracy: "exact" or "sampled"; after "exact", the source of the figure may follow.
-        name: the name in baseline files; "" for a figure that is not compared.
-        operations: only these have the figure in a comparison; with ``is_of_use``, of these only the
-            cells that use the model: old records lack the figures of a forward pass.
-        is_usual: whether tables have the column even if the figure was never measured.
-        at_least: the key in rows that tells whether the figure is only a lower bound.
-        rank: a terminal that is too narrow leaves the columns of the highest rank out first.
-    """
-
-    key: str
-    heading: str
+    key: str  # the column, in bytes or seconds; "" for a figure that only ``weighin check`` knows
+    heading: str  # in tables; "" if they have no such column
     unit: Literal["bytes", "ns", "x model", ""]
-    accuracy: str
+    accuracy: str  # "exact" (after it, the source may follow) or "sampled"
     read: Callable[[Result], float | None]
     meaning: str = ""
-    name: str = ""
-    in_phase: str = ""
+    name: str = ""  # in baseline files; "" for a figure that is not compared
+    in_phase: str = ""  # the key in ``PHASE_FIGURES`` of what shows in which phase the figure grew
     tolerance: Tolerance = Tolerance(0.0, 0)
-    operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)
-    is_of_use: bool = False
-    is_usual: bool = False
-    at_least: str = ""
-    rank: int = 0
+    operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)  # those that are compared
+    is_of_use: bool = (
+        False  # compared only if there is a use: old records lack those of a forward pass
+    )
+    is_usual: bool = False  # whether tables have the column even if the figure was never measured
+    at_least: str = ""  # the key in rows that tells whether the figure is only a lower bound
+    rank: int = 0  # a terminal that is too narrow leaves the columns of the highest rank out first
 
     @property
     def exact(self) -> bool:
@@ -139,9 +125,8 @@ class Metric:
         """Return a value of a row as text without the unit; "-" if the value is None."""
         if value is None:
             return "-"
-        return (
-            f"{value / GIB:.3f}" if self.unit == "bytes" else f"{value:.{2 if self.unit else 0}f}"
-        )
+        scale, digits = (GIB, 3) if self.unit == "bytes" else (1, 2 if self.unit else 0)
+        return f"{value / scale:.{digits}f}"
 
     def of(self, result: Result) -> int | None:
         """Return the metric's value in a result; None if it was not measured, or does not apply."""
@@ -222,11 +207,6 @@ def sum_of_peaks(result: Result) -> int | None:
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
 
 
-def _above_import_per_model(result: Result) -> float | None:
-    above, size = result.above_import_bytes, result.model_bytes
-    return above / size if above is not None and size else None
-
-
 def _unreclaimable_bytes(result: Result) -> int | None:
     """Return the sampled maximum of anonymous and shared memory together. For a load or save, return
     None if it equals the maximum of anonymous memory, which has its own column.
@@ -279,7 +259,7 @@ FIGURES: Final = (
     Metric("use_anon_bytes", "", "bytes", "exact", lambda r: r.use_phases[-1].end.anon_bytes if r.use_phases else None, "", "use_anon", "end_anon", _HEAP, _LOADS, is_of_use=True),
     Metric("use_anon_sampled_bytes", "", "bytes", "sampled", lambda r: r.use.anon_sampled_bytes if r.use else None),
     Metric("use_child_bytes", "forked process", "bytes", "exact at that instant", lambda r: largest(r.use.children_private_bytes) if r.use else None, "largest private dirty memory of a forked process, after the process wrote every weight", "use_child", "end_anon", _HEAP, _LOADS, is_of_use=True, rank=19),
-    Metric("above_import_per_model", "above import", "x model", "exact, computed", _above_import_per_model, "peak RSS minus the resident set size after import torch, divided by the size of all parameters and buffers", is_usual=True, rank=8),
+    Metric("above_import_per_model", "above import", "x model", "exact, computed", lambda r: r.above_import_bytes / r.model_bytes if r.above_import_bytes is not None and r.model_bytes else None, "peak RSS minus the resident set size after import torch, divided by the size of all parameters and buffers", is_usual=True, rank=8),
     Metric("use_most_per_model", "most in use", "x model", "sampled", lambda r: per_model(r, COLUMNS["use_anon_sampled_bytes"].read(r)), "sampled maximum of anonymous memory during the use, minus the anonymous memory after the imports, divided by the size of the model"),
     Metric("use_anon_per_model", "after use", "x model", "exact", lambda r: per_model(r, COLUMNS["use_anon_bytes"].read(r)), "anonymous memory at the end of the use, minus the anonymous memory after the imports, divided by the size of the model"),
     Metric("", "", "bytes", "exact", lambda r: next((one.end.anon_bytes for one in r.phases if one.name in UNTIL_READY), None), "", "ready_anon", "end_anon", _HEAP),

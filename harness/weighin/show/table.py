@@ -45,33 +45,23 @@ _STYLES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a row has in one column.
-
-    Attributes:
-        spread: the range of a figure, or another text that stands below the figure.
-        kind: a key of ``KINDS``, which gives the entry a colour and a sign.
-        tip: an explanation, which only HTML shows: while the mouse is over the entry.
-        key: the number by which HTML sorts the rows; without one, the text.
-    """
+    """What a row has in one column."""
 
     text: str = "-"
-    spread: str = ""
-    kind: str = ""
-    tip: str = ""
-    key: float | None = None
+    spread: str = ""  # the range of a figure, or another text that stands below the figure
+    kind: str = ""  # a key of ``KINDS``, which gives the entry a colour and a sign
+    tip: str = ""  # an explanation, which only HTML shows: while the mouse is over the entry
+    key: float | None = None  # the number by which HTML sorts the rows; without one, the text
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of numbers, or of names, which are aligned left and may be wrapped.
-
-    A terminal that is too narrow leaves out the columns of the highest ``rank`` first.
-    """
+    """A column of numbers, or of names, which are aligned left and may be wrapped."""
 
     title: str
     unit: str = ""
     is_name: bool = False
-    rank: int = 0
+    rank: int = 0  # a terminal that is too narrow leaves out the columns of the highest rank first
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from weighin.cell import FORWARD, NONE
 from weighin.records.machine import policy_of, settings_of
-from weighin.records.metrics import COLUMNS
+from weighin.records.metrics import COLUMNS, grouped
 from weighin.records.run import DIMENSIONS, Measured, Row, split, values, varying
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
 from weighin.result import NOT_DROPPED, Outcome, Result
@@ -165,8 +165,7 @@ def scaled(value: float | None, scale: float | None, digits: int) -> str:
 
 
 def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a list item for each reason, with all names that have it; it may differ in the name itself:
-    "dcp divides a load" and "staggered divides a load" become one item."""
+    """Yield a list item for each reason, with all names whose reason differs in the name alone."""
     groups: dict[str, dict[str, None]] = {}
     for name, reason in reasons:
         shared = reason.removeprefix(f"{name} ").replace(f" and {name} ", " and ")
@@ -276,13 +275,12 @@ def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     """Return days and commits as text; ``made`` has each measurement's environment and start time."""
     commits: dict[str, None] = {}
     for environment, _ in made:
-        commit = str(environment.get("git_commit") or "")[:_COMMIT_DIGITS] or "unknown"
-        is_changed = environment.get("git_commit") and environment.get("git_dirty")
-        commits[f"{commit} with changes" if is_changed else commit] = None
+        commit = str(environment.get("git_commit") or "")[:_COMMIT_DIGITS]
+        changed = " with changes" if commit and environment.get("git_dirty") else ""
+        commits[f"{commit or 'unknown'}{changed}"] = None
     days = sorted({day[:10] for _, day in made} - {""})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "on an unknown day"
-    noun = "commit" if len(commits) == 1 else "commits"
-    return f"{when} with weighin {noun} {', '.join(commits)}"
+    return f"{when} with weighin commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
 def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -292,7 +290,9 @@ def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
         found = {str(one[key]) for one in environments if one and one.get(key)}
         if len(found) == 1:
             value = found.pop()
-            words.append(value if value.startswith(before.strip() or "\0") else before + value)
+            words.append(
+                value if before.strip() and value.startswith(before.strip()) else before + value
+            )
     return words
 
 
@@ -309,21 +309,21 @@ def settings(results: Sequence[Result]) -> dict[str, list[str]]:
 
 def warnings(run: Measured) -> list[str]:
     """Return the warnings of a run: about records.jsonl, then about machines, then about measurements."""
+    found = list(run.warnings)
     differing = [
-        f"{name} ({', '.join(found)})"
-        for name, found in settings(run.results).items()
-        if len(found) > 1 and (name == "git_commit" or policy_of(name, {}) != "ignore")
+        f"{name} ({', '.join(several)})"
+        for name, several in settings(run.results).items()
+        if len(several) > 1 and (name == "git_commit" or policy_of(name, {}) != "ignore")
     ]
-    mixed = (
-        "the measurements were made on different machines or with different software:"
-        f" {'; '.join(differing)}. Compare memory figures with care; do not compare times"
-    )
-    cells_of: dict[str, list[str]] = {}
-    for result in run.results:
-        for warning in result.warnings:
-            cells_of.setdefault(" ".join(warning.split()), []).append(result.cell.id)
-    of_cells = [f"{text} ({few(cells)})" for text, cells in cells_of.items()]
-    return [*run.warnings, *([mixed] if differing else []), *of_cells]
+    if differing:
+        found.append(
+            "the measurements were made on different machines or with different software:"
+            f" {'; '.join(differing)}. Compare memory figures with care; do not compare times"
+        )
+    said = [(" ".join(text.split()), one.cell.id) for one in run.results for text in one.warnings]
+    for text, same in grouped(said, lambda one: one[0]).items():
+        found.append(f"{text} ({few([cell for _, cell in same])})")
+    return found
 
 
 def notes(run: Measured) -> list[str]:
