@@ -107,7 +107,6 @@ _PARTS: Final[Mapping[str | None, Callable[[Sequence[Result]], str]]] = {
     "relative": run_tables.markdown_relative,
     "survival": _tables(findings.survival),
     "floors": _tables(findings.floors),
-    "passes": _tables(findings.passes),
     "ranks": _tables(findings.ranks),
     "disks": _tables(findings.slow_disks),
     "models": run_tables.markdown_models,

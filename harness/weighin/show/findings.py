@@ -1,4 +1,4 @@
-"""The tables of what a run found: RAM floors, survival, slow disks, passes, uses and ranks; of commands,
+"""The tables of what a run found: RAM floors, survival, slow disks, uses and ranks; of commands,
 their processes, and which ones were killed.
 """
 
@@ -26,7 +26,7 @@ from weighin.records.metrics import (
 from weighin.records.run import IN_LABELS, Measured, Row, cells_of, varying
 from weighin.records.series import Matrix, labels_among
 from weighin.records.verdict import Typical, Verdict
-from weighin.result import Kill, OpenFile, Outcome, Phase, Process, Ran, Result, Stack
+from weighin.result import Kill, OpenFile, Outcome, Process, Ran, Result, Stack
 from weighin.show import words
 from weighin.show.table import Column, Entry, Lines, Table, pivot
 from weighin.show.words import KINDS, plain, scaled
@@ -50,10 +50,6 @@ _NOTE_USES: Final = (
     " minus the anonymous memory after the imports. A use has two figures: the largest during the use"
     " (sampled), and the one at the end of the use (exact)."
 )
-_NOTE_PASSES: Final = (
-    "A forward pass has three figures: its time, its major page faults (waits for the disk), and the bytes"
-    " of evicted pages that it read again (refaults), as a multiple of the model's size."
-)
 _NOTE_ENDS: Final = (
     "(ends): the smallest RAM limit under which three of three loads ended, although they thrashed. Run"
     " weighin floor without --thrashing to find the larger limit under which no load thrashes."
@@ -76,10 +72,9 @@ _MOST_LIMITS: Final = 7
 
 
 def findings(run: Measured) -> Iterator[Table]:
-    """Yield a table each for ranks, uses, passes, slow disks, and floors or survival, if measured."""
+    """Yield a table each for ranks, uses, slow disks, and floors or survival, if measured."""
     yield from ranks(run)
     yield from uses(run)
-    yield from passes(run)
     yield from slow_disks(run)
     # The limits of a search for floors form no matrix.
     yield from floors(run) if run.has_floors else survival(run)
@@ -170,32 +165,6 @@ def multiple(results: Sequence[Result], figure: Metric) -> str:
     """Return the median of (the figure - anonymous memory after imports) / model size, as text."""
     found = middle(per_model(result, figure.read(result)) for result in results)
     return "-" if found is None else f"{max(found, 0.0):.2f}"
-
-
-def passes(run: Measured) -> Iterator[Table]:
-    """Yield a table of the forward passes of the median repeat, unless no model was called twice."""
-    name, shown = names(run.rows), []
-    for repeats in run.by_series.values():
-        called = [
-            (sum(phase.end_ns - phase.start_ns for phase in ours), one, ours)
-            for one in repeats
-            if (ours := [phase for phase in one.phases if phase.name == "forward"])
-        ]
-        typical_ns = middle(took_ns for took_ns, *_ in called)
-        for _, one, ours in [each for each in called if each[0] == typical_ns][:1]:
-            shown += [(one, f"pass {number}", each) for number, each in enumerate(ours, 1)]
-
-    def figures(found: Sequence[tuple[Result, str, Phase]]) -> str:
-        ((result, _, phase),) = found
-        texts = [format_seconds(phase.end_ns - phase.start_ns), f"{phase.major_faults} faults"]
-        if phase.workingset_refault_file is not None and result.model_bytes:
-            again = phase.workingset_refault_file * result.page_bytes / result.model_bytes
-            texts.append(f"{again:.2f}x reread")
-        return ", ".join(texts)
-
-    if any(number != "pass 1" for _, number, _ in shown):
-        notes = [_NOTE_PASSES, words.shared(run)]
-        yield pivot("Forward passes", shown, lambda one: name[one[0].cell.series], itemgetter(1), figures, notes=notes)  # fmt: skip
 
 
 def slow_disks(run: Measured) -> Iterator[Table]:
