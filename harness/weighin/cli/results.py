@@ -98,8 +98,7 @@ def compare(_: click.Context, typed: dict[str, Any]) -> None:
     _console.note(*comparison.warnings)
     _console.deliver(typed["json"], comparison.as_json(), *comparison.document)
     if typed["markdown"]:
-        _console.write(typed["markdown"], f"{markdown(comparison.document)}
-")
+        _console.write(typed["markdown"], markdown(comparison.document) + "\n")
 
 
 @verb(
