@@ -40,10 +40,8 @@ def test_no_word_is_broken_at_60_columns(verb: str) -> None:
     wide, narrow = output(verb, 400), output(verb, 60)
     code = narrow.find("\nUse ")  # of recommend: code is printed as it is
     lines = narrow[: code if code >= 0 else None].splitlines()
-    assert max(map(len, lines)) <= 60 or verb in (
-        "inspect",
-        "cache list",
-    )  # which print paths whole
+    # These print paths, and a model's arguments, whole.
+    assert max(map(len, lines)) <= 60 or verb in ("inspect", "cache list", "list")
     hyphens = {word for word in words(wide) if word.endswith("-")}  # "anony-" above "mous"
     lost = words(wide) - hyphens - words(narrow) - NOT_IN_BLOCKS
     if verb == "report":  # its table leaves columns out, and names them

@@ -19,6 +19,7 @@ _HEADINGS: Final = {
     "suites": "suites (--suite NAME)",
     "isolations": "isolations (--isolation NAME)",
 }
+_BESIDE: Final = ("name", "summary", "path")
 _ISOLATIONS: Final = {
     "docker": "A Docker container for each measurement. Enforces RAM limits.",
     "cgroup": "A memory cgroup for each measurement, without a container. Enforces RAM limits.",
@@ -55,7 +56,7 @@ def list_(_: click.Context, typed: dict[str, Any]) -> None:
 def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
     """Yield the lines to print for a document, of at most ``width`` columns if no word is longer.
 
-    A line shows an entry's name and summary; its facts (``_facts``) are in the lines below it.
+    A line shows an entry's name and summary; its facts are in the lines below it.
     """
     for number, (kind, entries) in enumerate(listed.items()):
         yield from [""] * (number > 0)
@@ -64,32 +65,22 @@ def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
         indent = " " * (longest + 4)
         for entry in entries:
             yield from definitions([(entry["name"].ljust(longest), entry["summary"])], width)
-            for fact in _facts(kind, entry):
-                yield from (indent + line for line in wrap(fact, width - len(indent)))
+            yield from (indent + line for line in wrap(_facts(entry), width - len(indent)))
 
 
-def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
-    if kind in ("strategies", "saving"):
-        reads, loads = ("reads", "loads to") if kind == "strategies" else ("writes", "saves from")
-        yield f"{reads} {', '.join(entry['formats'])}; {loads} {', '.join(entry['devices'])}"
-        for name, word in (("options", "options"), ("packages", "needs")):
-            if entry[name]:
-                yield f"{word} {', '.join(entry[name])}"
-    elif kind == "models":
-        # A table [tool.weighin] in pyproject.toml makes each command import this module.
-        from weighin.stream.pretrained_folder import BUILDER, dtype_of
-
-        kwargs = entry["kwargs"]
-        if entry["builder"] == BUILDER:
-            yield f"{kwargs['architecture']} of transformers, {dtype_of(kwargs['config']) or 'float32'}"
-        else:
-            arguments = [
-                f"{key} of its configuration" if isinstance(value, dict) else f"{key}={value}"
-                for key, value in kwargs.items()
-            ]
-            yield f"{entry['builder']} {', '.join(arguments)}"
-    elif kind == "isolations" and entry["works"] is not None:
-        yield "works here" if entry["works"] else f"does not work here: {entry['why']}"
+def _facts(entry: dict[str, Any]) -> str:
+    """Return what the JSON document says of an entry beside its summary and path; of a mapping inside of
+    another, only the name.
+    """
+    if entry.get("works") is not None:
+        return "works here" if entry["works"] else f"does not work here: {entry['why']}"
+    facts = []
+    for key in [key for key, value in entry.items() if value and key not in _BESIDE]:
+        value = entry[key]
+        if isinstance(value, dict):
+            value = [one if isinstance(it, dict) else f"{one}={it}" for one, it in value.items()]
+        facts.append(f"{key} {', '.join(value) if isinstance(value, list) else value}")
+    return "; ".join(facts)
 
 
 def _entries(kind: str, *, tried: bool) -> list[dict[str, Any]]:
