@@ -169,7 +169,7 @@ def test_the_variant_that_the_advice_names_makes_it_a_model(tmp_path: Path) -> N
             "m.gguf",
             b"PK\3\4",
             "not a GGUF file, although its name ends like one: the file does not begin with GGUF",
-            "rename the file, with the suffix of its real format",
+            "rename it, with the suffix of its real format",
         ),
         (
             "nets.py",

@@ -80,9 +80,8 @@ _SHARDS_AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), o
 
 def format_of(path: Path) -> str:
     """Return the name of the format of a folder, or of an index of shards; "" for another path."""
-    for name in SHARD_INDEXES:
-        if _shard_index(path, name):
-            return name
+    if name := next((name for name in SHARD_INDEXES if _shard_index(path, name)), ""):
+        return name
     if (path / DCP_INDEX).is_file():
         return "dcp"
     try:
@@ -96,12 +95,11 @@ def format_of(path: Path) -> str:
 
 def read(path: Path, name: str, key: str = "") -> Checkpoint:
     """Return the tensors of a checkpoint in the format ``name``, in the state dict's order."""
-    if name == "dcp":
-        found = _read_dcp(path, key)
-    elif index := _shard_index(path, name):
+    index = _shard_index(path, name)
+    if index:
         found = _read_shards(index, name)
     else:
-        found = _read_keys(path, name)
+        found = _read_dcp(path, key) if name == "dcp" else _read_keys(path, name)
     found.format = name
     return found
 
@@ -134,7 +132,6 @@ def _files(index: Path, homes: Mapping[str, object], repair: str) -> dict[Path, 
 
 
 def _shard_index(path: Path, name: str) -> Path | None:
-    """Return the index of shards at ``path``, a folder or an index; None if there is none."""
     if path.is_dir():
         indexes = (path / index for index in SHARD_INDEXES.get(name, ()))
         return next((index for index in indexes if index.is_file()), None)
@@ -181,15 +178,13 @@ def _read_shards(index: Path, fmt: str) -> Checkpoint:
     return found
 
 
-def _names_all(order: object, names: Mapping[str, object]) -> bool:
+def _names_all(order: Any, names: Mapping[str, object]) -> bool:
     """Tell whether a list from an index has each of the names, once."""
-    if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
-        return False
-    return sorted(order) == sorted(names)
+    are_texts = isinstance(order, list) and all(isinstance(name, str) for name in order)
+    return are_texts and sorted(order) == sorted(names)
 
 
 def _check_equal(one: Slice, other: Slice) -> None:
-    """Raise CheckpointError if two shards have a tensor of one name, but different values for it."""
     comparable = one.shape == other.shape and one.contiguous and other.contiguous
     if not (comparable and are_equal(one, other)):
         later = max(one.file.name, other.file.name)
@@ -208,17 +203,13 @@ _LONGEST_NAME: Final = 200  # file systems allow 255 bytes
 
 
 def file_name(key: str) -> str:
-    """Return the name of a key's file: the key and ".pt", if the key is a safe file name.
+    """Return the name of a key's file: the key and ".pt", with unsafe bytes percent-encoded.
 
-    Unsafe bytes and a leading dot are percent-encoded; a hash replaces the end of a long name.
     Different keys get different names, and no name leads out of the folder.
     """
-    name = _UNSAFE.sub(
-        lambda match: f"%{match[0][0]:02X}".encode(), key.encode("utf-8", "surrogatepass")
-    )
-    text = name.decode()
-    if text.startswith("."):
-        text = f"%2E{text[1:]}"
+    encoded = key.encode("utf-8", "surrogatepass")
+    name = _UNSAFE.sub(lambda match: f"%{match[0][0]:02X}".encode(), encoded)
+    text = re.sub(r"\A\.", "%2E", name.decode())
     if len(text) > _LONGEST_NAME:
         # No escape contains "%-", so that a hashed name never equals another key's name.
         text = f"{text[:150]}%-{sha256(name).hexdigest()[:32]}"
@@ -313,10 +304,9 @@ _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
 
 
 def _read_dcp(folder: Path, key: str) -> Checkpoint:
-    """Return the places (files and offsets) of all tensors, or only of those under ``key``.
+    """Return all tensors, or only those whose names begin with ``key`` and a dot.
 
-    torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step". A
-    tensor is under ``key`` if its name begins with ``key`` and a dot.
+    torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step".
     """
     path = folder / DCP_INDEX
     metadata = _dcp_metadata(path)
@@ -354,7 +344,6 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
 
 
 def _dcp_metadata(path: Path) -> Any:
-    """Return the attributes of the pickled metadata."""
     try:
         with path.open("rb") as file:
             pickled = pickles.load(path, file, resave=_DCP_AGAIN)
@@ -381,7 +370,6 @@ def _fields(value: Any) -> Any:
 def _dcp_tensor(
     path: Path, key: str, tensor: Any, places: list[tuple[Any, Any]], archives: dict[Any, Slice]
 ) -> Slice:
-    """Return a tensor, from its description in the metadata and the places of its blocks."""
     fields = _fields(tensor)
     chunks, shape, properties = fields.get("chunks"), fields.get("size"), fields.get("properties")
     named = None

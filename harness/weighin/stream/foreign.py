@@ -194,8 +194,7 @@ Value = TypeVar("Value")
 def remembering() -> Iterator[None]:
     """Keep what ``once`` returns until the context ends; the files must not change until then.
 
-    Several parts of a command read the same checkpoint, and each format looks at its first bytes:
-    storage behind a network answers each open and each read only after some milliseconds.
+    Several parts of a command read one checkpoint, and a network's storage answers each read late.
     """
     token = _known.set({} if _known.get() is None else _known.get())
     try:
@@ -216,7 +215,7 @@ def once(key: Hashable, read: Callable[[], Value]) -> Value:
 
 
 def map_late(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterator[Value]:
-    """Yield the function's value for each item; ``function`` reads a header or a file for each item.
+    """Yield the function's value for each item, for which it reads a header or a file.
 
     If the disk answers the first reads late, as storage behind a network does, threads do the other
     reads at the same time. The iteration ends at the first error, in the order of the items.
@@ -338,9 +337,7 @@ def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
 
 
 def other_zip(path: Path, names: Sequence[str]) -> CheckpointError | None:
-    """Return the error for a zip archive with records of these names; None if ``torch.save`` may have
-    written it.
-    """
+    """Return the error for a zip archive that ``torch.save`` did not write, by its records' names."""
     return _recognised("records", "\n".join(names), path)
 
 
@@ -371,7 +368,6 @@ def truncated(path: Path, what: str, end: int, file_bytes: int) -> CheckpointErr
 
 
 def unreadable(path: Path | str, error: OSError) -> CheckpointError:
-    """Return the error for a file that the operating system cannot read."""
     return CheckpointError(
         f"{path}: cannot be read: {error.strerror}",
         "check that the file exists, that you may read it, and that its disk works",
@@ -411,10 +407,7 @@ def hub_id(snapshot: Path) -> str:
 
 
 def looks_like_path(text: str) -> bool:
-    """Tell whether a text can only be a path, and not the id of a model on the Hugging Face Hub.
-
-    "checkpoints/mine" is a path if there is a folder "checkpoints"; otherwise it may be an id.
-    """
+    """Tell whether a text can only be a path, and not the id of a model on the Hugging Face Hub."""
     if text in (".", "..") or text.startswith(("./", "../", "/", "~")) or text.endswith(_PATHS_END):
         return True
     return text.count("/") > 1 or ("/" in text and Path(text).parent.is_dir())
@@ -453,7 +446,6 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointError:
-    """Return the error for a file whose text is not JSON; ``fault`` is the JSON parser's message."""
     if not text:
         return CheckpointError(f"{path}: empty file", AGAIN)
     if found := _by_content(path, text[:_HEAD_BYTES], may_be_text=True):
@@ -467,10 +459,7 @@ def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointErro
 
 
 def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each kind)
-    """Return the error for a folder that is neither a model nor a checkpoint.
-
-    The message says what the folder is, and the repair names the path to give instead.
-    """
+    """Return the error for a folder that is no checkpoint: what it is, and the path to give instead."""
     names = sorted(entry.name for entry in folder.iterdir())
     for name in names:
         is_read = name == "config.json" or name.endswith((*WEIGHTS, ".index.json"))
@@ -520,10 +509,7 @@ def models_below(folder: Path) -> list[str]:
 
 
 def named_step(path: Path) -> tuple[Path, Path] | None:
-    """Return the file that names the newest step of a run, and the step's folder; None for no such file.
-
-    The step's folder is in ``path``, and may be missing.
-    """
+    """Return the file that names the newest step of a run, and the step's folder, which may be missing."""
     for tag in (path / name for name in _TAGS):
         try:
             text = read_bytes(tag, 1000).decode().strip()
@@ -549,8 +535,7 @@ def misfit(
     """Return the error for a checkpoint that does not fit a model.
 
     ``problems`` maps each fault, such as "missing", to the keys with this fault, which the caller
-    shortens with ``plain``. ``reason`` replaces the list of keys if no key has a fault. If
-    ``repair`` is empty, the error advises to choose another model.
+    shortens with ``plain``. ``reason`` replaces the list of keys if no key has a fault.
     """
     faults = [
         f"{len(names)} {what} ({first_names(names)})" for what, names in problems.items() if names
@@ -562,10 +547,7 @@ def misfit(
 
 
 def selecting(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the advice to select the model's tensors by --key or strip_prefix; else empty.
-
-    ``stored`` maps the checkpoint's names to shapes; ``wanted`` maps the model's names to shapes.
-    """
+    """Return the advice to select the model's tensors by --key or strip_prefix, by shapes; else ""."""
     first = next(iter(wanted), "")
     for prefix in (name.removesuffix(first) for name in stored if name.endswith(f".{first}")):
         inside = {n.removeprefix(prefix): one for n, one in stored.items() if n.startswith(prefix)}
@@ -589,7 +571,6 @@ def select_key(ways: str, key: str) -> str:
 
 
 def lacks(checkpoint: Path, missing: Iterable[str], model: str) -> CheckpointError:
-    """Return the error for a checkpoint without values for some weights of a library's model."""
     return CheckpointError(
         f"{checkpoint}: has no values for {first_names(missing)} of this {model}",
         "choose the class that the checkpoint was saved from; from_pretrained would initialise these"

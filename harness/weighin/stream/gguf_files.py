@@ -100,9 +100,6 @@ def file_of(path: Path) -> Path:
     """Return ``path`` if it is no folder; else the only model's file, or the first of its parts.
 
     A projector of images or sound, which llama.cpp calls mmproj, belongs to the model beside it.
-
-    Raises:
-        CheckpointError: the folder has several models.
     """
     if not path.is_dir():
         return path
@@ -119,7 +116,7 @@ def file_of(path: Path) -> Path:
 
 
 def architecture(path: Path) -> str:
-    """Return llama.cpp's name of the architecture, such as "qwen3"; empty if the file has none."""
+    """Return llama.cpp's name of the architecture, such as "qwen3"; else ""."""
     return str(read_tables(file_of(path))[0].get("general.architecture", ""))
 
 
@@ -160,10 +157,9 @@ def read_tables(file: Path) -> tuple[Mapping[str, Any], list[Slice]]:
 
     def opened() -> tuple[Mapping[str, Any], list[Slice]]:
         if not check_present(file).startswith(_MAGIC):
+            what = "not a GGUF file, although its name ends like one: the file does not begin with GGUF"
             raise CheckpointError(
-                f"{file}: not a GGUF file, although its name ends like one: the file does not begin"
-                " with GGUF",
-                "rename the file, with the suffix of its real format",
+                f"{file}: {what}", "rename it, with the suffix of its real format"
             )
         try:
             with file.open("rb") as stream:

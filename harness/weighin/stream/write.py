@@ -59,12 +59,9 @@ def write(
 ) -> None:
     """Write a checkpoint in the format ``fmt`` to ``target``, a path that does not exist yet.
 
-    ``write`` calls ``pieces`` for each tensor that is not tied to an earlier tensor, and needs
-    anonymous memory for a few pieces (the format tensorizer: for the largest tensor). At the end, the
-    files are synced and dropped from the page cache.
-
-    If ``pieces`` is None, the values stay holes: such files have their whole structure, but almost no
-    blocks on the disk. Their tensors read as zeros and their CRC-32s are wrong.
+    ``write`` calls ``pieces`` for each tensor that is not tied to an earlier one, and needs memory for
+    a few pieces (tensorizer: for the largest tensor). At the end, the files are synced and dropped from
+    the page cache. If ``pieces`` is None, the values stay holes, which read as zeros.
 
     Raises:
         ConfigError: the format does not allow a tensor's dtype or name.
@@ -83,7 +80,7 @@ def write(
 
 @dataclass(frozen=True, slots=True)
 class _Hole:
-    """Where a tensor's values are missing in a file, and where their CRC-32 is stored, if at all."""
+    """Where a tensor's values are missing in a file, and the places of their CRC-32, if any."""
 
     name: str
     start: int
@@ -134,10 +131,8 @@ class _Values:
                 if is_due:
                     drop_written(descriptor)
             if at != hole.size:
-                raise ValueError(
-                    f"{hole.name!r}: {at} bytes or more were given for a tensor whose size in bytes is"
-                    f" {hole.size}"
-                )
+                what = f"{at} bytes or more were given for a tensor whose size is"
+                raise ValueError(f"{hole.name!r}: {what} {hole.size} bytes")
             for place in hole.crc_places:
                 os.pwrite(descriptor, struct.pack("<I", crc), place)
 
@@ -169,9 +164,7 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
 
 
 def _blanks(tensors: Plans) -> dict[str, torch.Tensor]:
-    """Return a CPU tensor for each tensor, whose memory takes no RAM until something touches it; tied
-    tensors share one.
-    """
+    """Return a tensor for each one, tied ones shared, whose memory takes no RAM until it is touched."""
     blanks: dict[str, torch.Tensor] = {}
     for plan in tensors:
         if plan.shared_with is None:
@@ -182,9 +175,7 @@ def _blanks(tensors: Plans) -> dict[str, torch.Tensor]:
 
 
 def _with_holes(path: Path, tensors: Plans, *, alone: bool = False) -> list[_Hole]:
-    """Write the archive of ``torch.save`` of a state dict with holes, and return the holes; with
-    ``alone``, save the first tensor alone.
-    """
+    """Write an archive of ``torch.save``, of a state dict or of a tensor alone, and return its holes."""
     state, stored = _blanks(tensors), [plan for plan in tensors if plan.shared_with is None]
     with torch.serialization.skip_data():
         torch.save(state[stored[0].name] if alone else state, path)
@@ -358,7 +349,6 @@ def _shards(fmt: str, tensors: Plans, max_shard_bytes: int) -> dict[str, str]:
 
 
 def _file_of(fmt: str, key: str) -> str:
-    """Return the name of the file in which the format ``per_param`` or ``per_module`` keeps a key."""
     return file_name(key if fmt == "per_param" else folders.module_of(key))
 
 

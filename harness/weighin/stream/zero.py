@@ -112,12 +112,12 @@ def _read_universal(path: Path) -> Checkpoint:
         value = pickled.value
         tensor = value.get("param") if isinstance(value, dict) else value
         if not isinstance(tensor, Slice):
-            raise _incomplete(weights[name], "holds no weight")
+            raise _refused(weights[name], "holds no weight")
         stored[name] = where = pickled.slice(name, tensor)
         if tensor is value:  # ZeRO 3 wrote the weight without its shape
             if name not in shapes:
                 what = f"a flat tensor of {prod(where.shape):,} elements"
-                raise _incomplete(where.file, f"{what}, whose shape is in no *_model_states.pt")
+                raise _refused(where.file, f"{what}, whose shape is in no *_model_states.pt")
             stored |= _laid_out(where.file, {name: shapes[name]}, [[where]])
     found = Checkpoint(stored.values())
     if states:  # each of several files has a part of the module
@@ -129,23 +129,18 @@ def _read_universal(path: Path) -> Checkpoint:
 
 @contextmanager
 def _reading(file: Path, what: str) -> Iterator[None]:
-    """Raise CheckpointError if a file holds other values than DeepSpeed writes."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise _incomplete(file, f"holds no {what}") from None
+        raise _refused(file, f"holds no {what}") from None
 
 
 class _ModelStates:
     """One file ``*_model_states.pt``.
 
-    Attributes:
-        module: the tensors of the model's state dict, in the dict's order. A parameter that ZeRO-3
-            divides among ranks is empty here.
-        groups: for each parameter group of the optimizer, a dict from the names of the trained
-            parameters to their shapes, in the order of the stored elements. None if no ZeRO
-            optimizer wrote the checkpoint.
-        ranks: the number of ranks among which ZeRO divided the parameters.
+    ``module`` is the model's state dict, in which a parameter that ZeRO-3 divides among ranks is empty.
+    ``groups`` has the shapes of the trained parameters of each group, in the order of the stored
+    elements, and is None if no ZeRO optimizer wrote the checkpoint.
     """
 
     def __init__(self, file: Path) -> None:
@@ -182,10 +177,8 @@ class _ModelStates:
             }
 
     def checkpoint(self, stored: Mapping[str, Slice], *, fallback: bool = True) -> Checkpoint:
-        """Return all tensors of the model in the order of the state dict.
-
-        ``stored`` has the tensors whose values are in other files. All remaining tensors are
-        those of this file of model states; with ``fallback=False``, only buffers may come from it.
+        """Return all tensors of the model, in order: those with values in other files, and the rest
+        from this file. With ``fallback=False``, only buffers may come from it.
         """
         found, module = Checkpoint(), {one.name: one for one in self.module}
         found.metadata, found.values = self.module.metadata, self.module.values
@@ -267,12 +260,11 @@ def _laid_out(
         numel = sum(prod(one.shape) for one in row)
         if -(-at // aligned) != -(-numel // aligned):
             what = f"the partitions have {numel:,} elements, but the shapes in {path.name} need"
-            raise _incomplete(path.parent, f"{what} {at:,}")
+            raise _refused(path.parent, f"{what} {at:,}")
     return stored
 
 
 def _by_rank(path: Path, pattern: str) -> dict[int, Path]:
-    """Return the file of each rank; raise CheckpointError if a rank has two files."""
     by_rank: dict[int, Path] = {}
     for name, match in _matching(path, pattern).items():
         rank = int(match["rank"] or 0)
@@ -289,7 +281,7 @@ def _by_rank(path: Path, pattern: str) -> dict[int, Path]:
 def _check_complete(files: Mapping[int, Path], ranks: int) -> None:
     some = files[min(files)]
     if not is_sizes((ranks,)):
-        raise _incomplete(some, "the number of ranks is impossible")
+        raise _refused(some, "the number of ranks is impossible")
     if absent := [rank for rank in range(min(ranks, 1000 + len(files))) if rank not in files]:
         names = [re.sub(_RANK, rf"\g<of>{rank}_", some.name) for rank in absent]
         raise _missing(some.parent, names)
@@ -314,8 +306,8 @@ def _missing(folder: Path, names: Sequence[str]) -> CheckpointError:
     )
 
 
-def _incomplete(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}", _COPY)
+def _refused(path: Path, what: str, repair: str = _COPY) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", repair)
 
 
 def _shapes(value: Any) -> dict[str, Shape]:
@@ -325,13 +317,11 @@ def _shapes(value: Any) -> dict[str, Shape]:
 
 
 def elements(path: Path, flats: Sequence[Slice], first: int, count: int) -> list[Slice]:
-    """Return where ``count`` elements from the index ``first`` on lie in flat tensors, one after the
-    other.
-    """
+    """Return where ``count`` elements from ``first`` on lie in flat tensors, one after the other."""
     ranges, at = [], 0
     for one in flats:
         if len(one.shape) != 1 or not one.contiguous:
-            raise _incomplete(one.file, f"{shown(one.name)} is no flat tensor")
+            raise _refused(one.file, f"{shown(one.name)} is no flat tensor")
         begin, end = max(first, at), min(first + count, at + one.shape[0])
         if begin < end:
             offset = one.offset + (begin - at) * ITEM_BYTES[one.dtype_name]
@@ -339,14 +329,13 @@ def elements(path: Path, flats: Sequence[Slice], first: int, count: int) -> list
         at += one.shape[0]
     if first + count > at or not flats:
         what = f"elements {first:,} to {first + count:,} of a partition are needed, but it has"
-        raise _incomplete(path, f"{what} {at:,}")
+        raise _refused(path, f"{what} {at:,}")
     return ranges or [_block(flats[0], "", (0,), flats[0].offset)]
 
 
 def joined(name: str, shape: Shape, ranges: Sequence[Slice]) -> Slice:
-    """Return the tensor of the given shape that has the elements of ``ranges``, in order."""
     if len({where.dtype_name for where in ranges}) != 1:
-        raise _incomplete(ranges[0].file, f"the partitions of {shown(name)} have different dtypes")
+        raise _refused(ranges[0].file, f"the partitions of {shown(name)} have different dtypes")
     parts: list[Slice] = []
     at = 0
     for where in ranges:
