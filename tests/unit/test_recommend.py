@@ -64,7 +64,7 @@ def judged(
     mapped: bool = False,
 ) -> Candidate:
     found = prediction(name, copies, mapped=mapped)
-    return assess(info(name), found, evidence, SPEEDS, Limits(ram), "pt")
+    return assess(info(name), found, evidence, predicted_ready_s(found, SPEEDS), Limits(ram), "pt")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_measured_need_has_the_room_that_a_predicted_one_has() -> None:
 
 def test_a_gpu_that_is_too_small_refuses() -> None:
     big = replace(prediction("x", 0.1), cuda_reserved_bytes=2 * GIB)
-    found = assess(info("x"), big, None, SPEEDS, Limits(None, GIB), "pt")
+    found = assess(info("x"), big, None, 1.0, Limits(None, GIB), "pt")
     assert (found.verdict, found.why) == (FitVerdict.TOO_LARGE, "needs 2.0 GiB of GPU memory")
 
 
@@ -216,7 +216,7 @@ def test_what_an_import_takes_is_no_copy_of_a_tiny_model() -> None:
         tensor_peak_bytes=20 * MIB,
         floor_bytes=256 * MIB,
     )
-    found = assess(info("x"), tiny, None, SPEEDS, Limits(GIB), "pt")
+    found = assess(info("x"), tiny, None, 1.0, Limits(GIB), "pt")
     assert found.why == "keeps one copy: 256.0 MiB"
 
 
@@ -255,5 +255,3 @@ def test_measured_loads_say_how_slow_the_machine_is() -> None:
     quiet_s = predicted_ready_s(loads[0][0], SPEEDS)
     assert slowness([*loads, (nothing, loads[0][1])], SPEEDS) == pytest.approx(9.0 / quiet_s)
     assert slowness([], SPEEDS) == slowness([(nothing, loads[0][1])], SPEEDS) == 1.0
-    slow = SPEEDS.slowed(2.0)
-    assert predicted_ready_s(loads[0][0], slow) == pytest.approx(2 * quiet_s)

@@ -27,6 +27,7 @@ from weighin.recommend.candidates import (
     assess,
     behind,
     doubt_bytes,
+    predicted_ready_s,
     ranked,
     slowness,
 )
@@ -232,14 +233,21 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         for one, prediction in zip(prior.planned, prior.predictions, strict=True)
     ]
     speeds = behind(USUAL, question.disk)
-    speeds = speeds.slowed(slowness([(one, found) for _, one, found in known if found], speeds))
+    times_slower = slowness([(one, found) for _, one, found in known if found], speeds)
     judged = []
     for one, prediction, evidence in known:
         # A strategy that does not read the selected part itself needs it as a checkpoint of its own.
         fmt = "" if question.selection and not one.cell.options else prior.checkpoint_format
-        judged.append(assess(one.strategy, prediction, evidence, speeds, question.limits, fmt))
-    allowed = [one for one in judged if _is_allowed(one, question.allow)]
-    return Advice(question, prior, tuple(ranked(allowed)))
+        predicted_s = times_slower * predicted_ready_s(prediction, speeds)
+        judged.append(assess(one.strategy, prediction, evidence, predicted_s, question.limits, fmt))
+
+    def is_allowed(candidate: Candidate) -> bool:
+        asks = {"resave" if one.startswith(SAVED_AS) else one for one in candidate.asks}
+        kinds = {one if one in ALLOWED else "packages" for one in asks - {OWN_CODE}}
+        return kinds <= {*question.allow}
+
+    allowed = filter(is_allowed, judged)
+    return Advice(question, prior, tuple(ranked([*allowed])))
 
 
 def _code(advice: Advice, best: Candidate) -> str:
@@ -418,11 +426,6 @@ def _reads_part(info: registry.StrategyInfo, question: Question) -> bool:
         return False  # no key of a dict, but the beginning of names
     inside = formats.read(question.checkpoint, question.selection)
     return inside.only_tensors and "." not in question.selection.key
-
-
-def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:
-    asks = {"resave" if one.startswith(SAVED_AS) else one for one in candidate.asks} - {OWN_CODE}
-    return {one if one in ALLOWED else "packages" for one in asks} <= {*allow}
 
 
 @dataclass(frozen=True, slots=True)

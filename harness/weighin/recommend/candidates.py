@@ -4,7 +4,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -85,13 +85,6 @@ class Speeds:
     archive_s: float = 0.001
     module_s: float = 0.0009
 
-    def slowed(self, times: float) -> "Speeds":
-        """Return the speeds of a machine on which all work takes ``times`` times as long."""
-        return Speeds(**{
-            name: value / times if name.endswith("_per_s") else value * times
-            for name, value in asdict(self).items()
-        })  # fmt: skip
-
 
 USUAL: Final = Speeds()
 
@@ -127,11 +120,14 @@ def assess(
     info: StrategyInfo,
     prediction: Prediction,
     evidence: Evidence | None,
-    speeds: Speeds | None,
+    predicted_s: float | None,
     limits: Limits,
     checkpoint_format: str,
 ) -> Candidate:
-    """Judge one strategy; ``checkpoint_format`` is the format of the user's checkpoint."""
+    """Judge one strategy, whose load takes ``predicted_s`` where no record tells another time.
+
+    ``checkpoint_format`` is the format of the user's checkpoint.
+    """
     cell, ram = prediction.cell, limits.ram_bytes
     need, memory_from = prediction.floor_bytes, "predicted"
     ready_s = noise_s = tried = None
@@ -145,8 +141,8 @@ def assess(
             cuda = max(evidence.cuda_reserved_bytes, cuda if prediction.use and cuda else 0)
     if ready_s is not None:
         time_from = MEASURED
-    elif speeds and not prediction.cannot:
-        ready_s, time_from = predicted_ready_s(prediction, speeds), "predicted"
+    elif predicted_s is not None and not prediction.cannot:
+        ready_s, time_from = predicted_s, "predicted"
     if tried is not None:
         memory_from = MEASURED
     verdict, why = _verdict(prediction, need, cuda, tried, limits)
