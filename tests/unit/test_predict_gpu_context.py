@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weighin.predict import process
-from weighin.predict.process import GpuContext
+from weighin.predict.process import gpu_bytes
 from weighin.units import MIB
 
 HELD: list[mmap.mmap] = []
@@ -41,20 +41,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_load_to_a_gpu_begins_with_the_context_and_without_the_kernels() -> None:
-    context = GpuContext()
-    context.create()
-    context.create()  # only once
-    assert context.hidden_bytes(needs_gpu=True) == pytest.approx(20 * MIB, abs=2 * MIB)
-    assert context.hidden_bytes(needs_gpu=False) == pytest.approx(50 * MIB, abs=4 * MIB)
-    assert len(HELD) == 2
+def test_a_context_and_the_kernels_that_read_a_model_are_measured() -> None:
+    context_bytes, kernels_bytes = gpu_bytes()
+    assert context_bytes == pytest.approx(30 * MIB, abs=2 * MIB)
+    assert kernels_bytes == pytest.approx(20 * MIB, abs=2 * MIB)
 
 
 def test_a_machine_without_a_gpu_has_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    context = GpuContext()
-    context.create()
-    assert context.hidden_bytes(needs_gpu=True) == context.hidden_bytes(needs_gpu=False) == 0
+    assert gpu_bytes() == (0, 0)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -63,6 +58,4 @@ def test_a_full_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "zeros", full)
-    context = GpuContext()
-    context.create()
-    assert context.kernels_bytes == 0
+    assert gpu_bytes() == (0, 0)

@@ -55,12 +55,13 @@ def main() -> None:
     adopt_orphans()
     before = anon_bytes()
     from weighin.predict import simulate, sparse  # noqa: F401 (only a prediction needs them)
-    from weighin.predict.process import PRELOADED, GpuContext
+    from weighin.predict.process import PRELOADED, gpu_bytes
 
     own_bytes = anon_bytes() - before
-    gpu = GpuContext()
     # After the import of the model's class, which may import these modules.
     hide_once = cache(PRELOADED.hide)
+    gpu_once = cache(gpu_bytes)
+    context_bytes = kernels_bytes = 0
     made: dict[str, dict[str, Any]] = {}
     while (request := parent.receive()) is not None:
         with suppress(Exception):  # the fork imports the class again, and answers with the error
@@ -70,13 +71,14 @@ def main() -> None:
         with suppress(Exception):  # the fork answers with this error, too
             hide_once()
         if needs_gpu := _cell(request).needs_gpu:
-            gpu.create()
+            context_bytes, kernels_bytes = gpu_once()
         now = memory_of(read_status())
         file_bytes = now.file_bytes - PRELOADED.file_bytes
         request["baseline"] = asdict(replace(now, file_bytes=file_bytes))
-        hidden_bytes = PRELOADED.anon_bytes + gpu.hidden_bytes(needs_gpu=needs_gpu)
+        # A measured process loads the kernels after its load, and a context only for a GPU.
+        hidden_bytes = PRELOADED.anon_bytes + kernels_bytes + (0 if needs_gpu else context_bytes)
         request["own_bytes"] = own_bytes + hidden_bytes
-        request["kernels_bytes"] = gpu.kernels_bytes
+        request["kernels_bytes"] = kernels_bytes
         parent.send("answer", **_answer(request, made))
 
 

@@ -92,28 +92,19 @@ PRELOADED: Final = Preloaded()
 """The hidden modules of this process and its forks."""
 
 
-class GpuContext:
-    """The CUDA context of this process; its sizes are 0 until ``create`` finds a GPU."""
-
-    def __init__(self) -> None:
-        self.context_bytes = self.kernels_bytes = 0  # anonymous memory
-        self._is_tried = False
-
-    def create(self) -> None:
-        """Create the context and load the kernels, once, if this machine has a GPU."""
-        if self._is_tried or not torch.cuda.is_available():
-            return
-        self._is_tried = True
+def gpu_bytes() -> tuple[int, int]:
+    """Create a CUDA context, and load the kernels that read a model; return their anonymous bytes, which are
+    0 if this machine has no GPU.
+    """
+    context_bytes = kernels_bytes = 0
+    if torch.cuda.is_available():
         before = anon_bytes()
         with suppress(RuntimeError):  # no free memory on the GPU
             weight = torch.zeros(MIB, device="cuda")
             torch.cuda.synchronize()
-            self.context_bytes = anon_bytes() - before
+            context_bytes = anon_bytes() - before
             touch({"weight": weight})
-            self.kernels_bytes = anon_bytes() - before - self.context_bytes
+            kernels_bytes = anon_bytes() - before - context_bytes
             del weight
             torch.cuda.empty_cache()
-
-    def hidden_bytes(self, *, needs_gpu: bool) -> int:
-        """Return the bytes of kernels and context that a measured process lacks before its load."""
-        return self.kernels_bytes + (0 if needs_gpu else self.context_bytes)
+    return context_bytes, kernels_bytes

@@ -5,7 +5,6 @@ import ctypes
 import math
 import mmap
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -473,12 +472,8 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
 def save_folder(model_bytes: int) -> Iterator[Path]:
     """Create an empty folder in weighin's cache for one save, and remove it after the block."""
     (root := _saving()).mkdir(parents=True, exist_ok=True)
-    needed, free = model_bytes + _SPARE_BYTES, shutil.disk_usage(root).free
-    if free < needed:
-        raise ConfigError(
-            f"a save needs {format_bytes(needed)} in {root}, but only {format_bytes(free)} are free",
-            "put the cache on another disk: WEIGHIN_CACHE=/path weighin ...",
-        )
+    repair = "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..."
+    staging.check_space(root, "a save", model_bytes + _SPARE_BYTES, repair)
     with staging.own_folder(root) as folder:
         yield folder
 
