@@ -1,10 +1,8 @@
 """In a prediction, replace code that reads files without torch operations, and torch's GPU; the new
 code only updates the ledger of predicted memory. Code that is not replaced runs unchanged.
 
-``torch.load`` reads files in C++, ``load_streaming`` in its own threads, and the package gguf computes
-with numpy, so that no torch operation can be intercepted. For each tensor of a GGUF file, a real load
-needs memory for: the mapped pages of the quantised values, the dequantised values before and after
-joining, their reordered form, and a copy, which becomes the model's tensor.
+``torch.load`` reads files in C++, and ``load_streaming`` in its own threads, so that no torch operation
+can be intercepted.
 
 Torch without CUDA refuses to create a tensor on "cuda", or to move a tensor to "cuda". A call that
 names the device "cuda" is therefore executed on the CPU, and the ledger records "cuda" as the place
@@ -18,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -28,14 +25,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from weighin.predict.dispatch import CannotFollow
-from weighin.predict.ledger import Ledger, anon_bytes
+from weighin.predict.ledger import Ledger
 from weighin.stream import gguf_files as gguf
-from weighin.stream.slices import Slice
 from weighin.units import MIB
 
 _CERTAIN_DEVIATIONS: Final = 8  # a normal distribution exceeds 8 standard deviations once in 1e15
 _OF_A_STEP_BYTES: Final = 2 * MIB  # the codes, float32 values and result of 64 Ki elements
-_FLOAT_BYTES: Final = 4
 _CUDA: Final = torch.device("cuda", 0)
 _PRIORITY: Final = 15  # of a handler of torch.load, between that of the CPU (10) and of CUDA (20)
 _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not name
@@ -212,41 +207,22 @@ def _truncated() -> Any:
 
 
 @contextmanager
-def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
-    """If ``checkpoint`` is a GGUF file, count in the ledger what its reads need; else do nothing."""
+def gguf_reads(checkpoint: Path) -> Iterator[None]:
+    """Refuse to dequantise a GGUF file by transformers' own code, which computes with numpy."""
     if not gguf.is_file(checkpoint):
         yield
         return
-    before = anon_bytes()
-    from gguf import GGUFReader
     from transformers import modeling_gguf_pytorch_utils as module
 
-    imported = anon_bytes() - before
-    ledger.other_anon_bytes += imported
     original: Callable[..., Any] = module.load_gguf_checkpoint
 
-    def load_gguf_checkpoint(
-        path: Any,
-        return_tensors: bool = False,
-        model_to_load: Any = None,
-        torch_dtype: torch.dtype | None = None,
-    ) -> Any:
-        nonlocal imported
-        ledger.adopt(imported)
-        imported = 0
-        parsed = original(path)
+    def load_gguf_checkpoint(path: Any, return_tensors: bool = False, **_: Any) -> Any:
         if return_tensors:
-            # The reader makes several objects for each token, which live until the end.
-            reader: Any = GGUFReader(path)
-            ledger.update()
-            parsed["tensors"] = _values(
-                ledger, module, Path(path), parsed["config"], model_to_load, torch_dtype
-            )
-            del reader
-        return parsed
+            raise CannotFollow("transformers dequantises a GGUF file in code of its own")
+        return original(path)
 
-    def load_gguf_state_dict(header: Any) -> Any:
-        raise CannotFollow(f"transformers dequantises {header.architecture} in code of its own")
+    def load_gguf_state_dict(_header: Any) -> Any:
+        raise CannotFollow("transformers dequantises a GGUF file in code of its own")
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(module, "load_gguf_checkpoint", load_gguf_checkpoint))
@@ -255,46 +231,6 @@ def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
 
             stack.enter_context(patch.object(newer, "load_gguf_state_dict", load_gguf_state_dict))
         yield
-
-
-def _values(
-    ledger: Ledger,
-    module: Any,
-    file: Path,
-    config: dict[str, Any],
-    model: Any,
-    dtype: torch.dtype | None,
-) -> dict[str, torch.Tensor]:
-    metadata, tensors = gguf.read_tables(file)
-    processor = module.TENSOR_PROCESSORS.get(
-        metadata["general.architecture"], module.TensorProcessor
-    )
-    names = module.get_gguf_hf_weights_map(model, processor(config=config))
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    pages = torch.empty(0, dtype=torch.uint8).set_(ledger.map_file(str(file), file.stat().st_size))
-    made: dict[str, torch.Tensor] = {}
-    kept = 0  # the last tensor's values live until the next tensor's values are computed
-    for where in tensors:
-        size = prod(where.shape) * _FLOAT_BYTES
-        ledger.read(pages[where.offset : where.offset + where.storage_bytes])
-        with ledger.holding(kept + _computing_bytes(where, size)):
-            ledger.work["written_bytes"] += size
-        kept = size if where.dtype_name != "float32" or where.encoding else 0
-        target = names.get(where.name) or names.get(where.name.removesuffix(".weight"))
-        if target in shapes and target not in made:
-            with ledger.holding(kept):
-                copied = torch.empty(shapes[target], dtype=torch.float32)
-                ledger.write(copied)
-                made[target] = copied if dtype is None else copied.to(dtype)
-                del copied  # transformers has only the converted tensor now
-    return made
-
-
-def _computing_bytes(where: Slice, size: int) -> int:
-    """Return the bytes in which numpy computes values; twice their size if it joins groups of rows."""
-    if where.encoding or where.dtype_name == "bfloat16":
-        return 2 * size
-    return 0 if where.dtype_name == "float32" else size
 
 
 class Devices(TorchFunctionMode):

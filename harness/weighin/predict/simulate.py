@@ -124,7 +124,7 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
 @contextmanager
 def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
     gpu = pretended(ledger) if ledger.cuda else nullcontext()
-    with declared(ledger), gguf_reads(ledger, checkpoint), gpu, Operations(ledger):
+    with declared(ledger), gguf_reads(checkpoint), gpu, Operations(ledger):
         yield
 
 
