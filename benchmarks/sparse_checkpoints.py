@@ -21,7 +21,7 @@ from typing import Final
 
 from weighin.cell import ModelSpec
 from weighin.checkpoint import staging
-from weighin.predict.sparse import make_sparse
+from weighin.predict.simulate import make_sparse
 from weighin.stream.pretrained_folder import BUILDER, CONFIG
 from weighin.suite import registry
 from weighin.units import GIB, KIB, MIB

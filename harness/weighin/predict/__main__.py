@@ -54,7 +54,7 @@ def main() -> None:
     settle_math()
     adopt_orphans()
     before = anon_bytes()
-    from weighin.predict import simulate, sparse  # noqa: F401 (only a prediction needs them)
+    from weighin.predict import simulate  # noqa: F401 (only a prediction needs it)
     from weighin.predict.process import PRELOADED, gpu_bytes
 
     own_bytes = anon_bytes() - before
@@ -146,7 +146,7 @@ def _check(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
 
 def _make(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     """Make the checkpoint that the cell loads, unless it is the user's, and a manifest."""
-    from weighin.predict.sparse import main_dtype, make_sparse, write_manifest
+    from weighin.predict.simulate import main_dtype, make_sparse, write_manifest
 
     source = Path(request["source"]) if request.get("source") else None
     folder, selection = Path(request["folder"]), Selection(**request.get("selection", {}))

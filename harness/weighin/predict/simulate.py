@@ -1,11 +1,11 @@
-"""Run a strategy on tensors without values, from its import until every tensor was read once.
-
-A use of the loaded model, such as a training step, may follow.
+"""Make a checkpoint without values, and run a strategy on it, from the strategy's import until every tensor
+was read once. A use of the loaded model, such as a training step, may follow.
 """
 
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -17,7 +17,9 @@ from unittest.mock import patch
 import torch
 
 from weighin.cell import FORK, TRAINING, Cell, ModelSpec, phase_of
-from weighin.checkpoint.truth import loaded
+from weighin.checkpoint import reader, truth
+from weighin.checkpoint.checksum import CELL_DTYPES
+from weighin.checkpoint.manifest import Manifest
 from weighin.predict.allocators import CachingAllocator, Extents
 from weighin.predict.dispatch import CannotFollow, Operations
 from weighin.predict.ledger import Ledger, anon_bytes, extent
@@ -30,8 +32,9 @@ from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.construct import Builder
 from weighin.stream.pretrained_folder import adapter_of, own_dtype, refuse_part
-from weighin.stream.pretrained_library import Selection
+from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.stream.tensors import tensors_in, tied_names
+from weighin.stream.write import write
 from weighin.units import MIB
 from weighin.worker.loading import Inputs, WorkerLoad, import_strategy
 from weighin.worker.uses import CHILDREN, Function
@@ -46,6 +49,84 @@ run, the pages that a backward pass frees are at different addresses of the heap
 _PART: Final = 4096  # rows or columns of a matrix: a larger matrix needs no larger buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no more memory
 _OF_A_CHILD_BYTES: Final = 4 * MIB  # private memory of a forked process, without weights it writes
+
+
+def make_sparse(
+    model: ModelSpec,
+    fmt: str,
+    dtype: str | None,
+    folder: Path,
+    source: Path | None = None,
+    selection: Selection = WHOLE,
+) -> Path:
+    """Write a checkpoint without values, a sparse file that uses almost no disk space; return its path.
+
+    The new checkpoint has the tensors that ``selection`` selects in the checkpoint ``source``, or
+    all tensors of ``model`` if ``source`` is None. For a model of a library (transformers), it has
+    the model's tensors in the widest dtype of ``source``, because a Hugging Face folder's keys may
+    differ from the model's. ``dtype`` replaces the dtype of floating-point tensors, except those
+    that always keep theirs; None means the dtypes that ``weighin bench`` writes.
+
+    Raises:
+        ConfigError: the builder cannot be used.
+        CheckpointError: ``source`` cannot be read.
+    """
+    wanted = getattr(torch, dtype or own_dtype(model))
+    slices = None if source is None else formats.read(source, selection)
+    kept: set[str] = set()
+    if slices is not None and library_of(model.builder) is None:
+        tensors = reader.plans(slices)
+    else:
+        kind = wanted if slices is None else reader.widest_dtype(slices)
+        described = truth.describe(model, kind)
+        tensors = truth.plans(described)
+        kept = {name for name, one in described.items() if one.is_kept}
+    if dtype is not None:
+        tensors = [
+            replace(one, dtype=wanted)
+            if one.dtype.is_floating_point and one.name not in kept
+            else one
+            for one in tensors
+        ]
+    target = formats.checkpoint_in(folder, fmt)
+    target.parent.mkdir(parents=True)
+    write(fmt, target, tensors, None)
+    return target
+
+
+def main_dtype(checkpoint: Path) -> str:
+    """Return the dtype that most bytes of a checkpoint have; "" for an empty checkpoint."""
+    sizes: Counter[str] = Counter()
+    for one in formats.read(checkpoint):
+        sizes[one.dtype_name] += one.nbytes
+    return next((name for name, _ in sizes.most_common(1)), "")
+
+
+def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
+    """Write a manifest (list of the model's tensors) with false checksums; return its path.
+
+    ``dtype`` is the dtype of the load. Linux refuses to allocate a tensor that is larger than this
+    machine's RAM, even if the tensor is never written. A wider dtype than that of the load would
+    therefore make some large models impossible.
+    """
+    kind = getattr(torch, dtype)
+    described = truth.describe(model, kind)
+    blank = dict.fromkeys(CELL_DTYPES, "0" * 16)
+    entries = tuple(one.entry(blank) for one in described.values())
+    path = folder / "manifest.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    Manifest(model.name, model.builder, "predicted", entries).write(path)
+    return path
+
+
+def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
+    """Raise CheckpointError for a checkpoint that a model's library cannot load as it is."""
+    refuse_part(source, selection)
+    if quantised.of_model(model) or formats.detect(source) == gguf.NAME or adapter_of(model):
+        return  # the load of the cell alone tells
+    ledger = Ledger(None, memory_of(read_status()))
+    with suppress(CannotFollow), _intercepted(ledger, source):
+        truth.loaded(model, source, getattr(torch, own_dtype(model)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +190,6 @@ def run(
     most += most // _USE_SHARE + _USE_BYTES + ledger.shared_bytes
     floor = max(done.floor_bytes or 0, _floor(most, done.in_flight_bytes))
     return replace(done, use=used, floor_bytes=floor, phases=tuple(ledger.phases))
-
-
-def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
-    """Raise CheckpointError for a checkpoint that a model's library cannot load as it is."""
-    refuse_part(source, selection)
-    if quantised.of_model(model) or formats.detect(source) == gguf.NAME or adapter_of(model):
-        return  # the load of the cell alone tells
-    ledger = Ledger(None, memory_of(read_status()))
-    with suppress(CannotFollow), _intercepted(ledger, source):
-        loaded(model, source, getattr(torch, own_dtype(model)))
 
 
 @contextmanager
