@@ -95,13 +95,13 @@ def test_another_thread_calls_the_library(folder: Path) -> None:
     found: list[Any] = []
 
     def act() -> None:
-        with utils.safe_open(folder / "model.safetensors", framework="pt") as file:
-            found.append(type(file.get_slice("model.norm.weight")))
+        file = utils.safe_open(folder / "model.safetensors", framework="pt")
+        found.append(type(file.get_slice("model.norm.weight")))
         found.append(kind.from_pretrained(folder).state_dict())
 
     with reading(Load((), None)):
-        with utils.safe_open(folder / "model.safetensors", framework="pt") as file:
-            assert isinstance(file.get_slice("model.norm.weight"), Lazy)
+        file = utils.safe_open(folder / "model.safetensors", framework="pt")
+        assert isinstance(file.get_slice("model.norm.weight"), Lazy)
         thread = threading.Thread(target=act)
         thread.start()
         thread.join()

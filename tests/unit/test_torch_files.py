@@ -186,6 +186,18 @@ def test_a_record_that_occurs_twice_is_refused(path: Path) -> None:
     )
 
 
+def test_records_whose_names_differ_only_in_case_are_refused_because_torch_reads_one(
+    path: Path,
+) -> None:
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("model/DATA/0", b"other")
+    assert message_of(path) == (
+        "damaged: record 'model/DATA/0' and record 'model/data/0' have one name for torch.load"
+    )
+    reader = torch._C.PyTorchFileReader(str(path))
+    assert reader.get_record("data/0") == reader.get_record("DATA/0")
+
+
 @pytest.mark.parametrize("more", [-40, 40])
 def test_a_storage_of_another_length_than_its_record_is_refused_as_by_torch(
     path: Path, tmp_path: Path, more: int

@@ -80,29 +80,20 @@ class Lazy:
         return self.load.tensor(self)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SafeFile:
-    """Stands in for the file that ``safetensors.safe_open`` opens."""
+    """Stands in for the file that ``safetensors.safe_open`` opens, of which names and slices are asked."""
 
-    def __init__(self, tensors: dict[str, Lazy]) -> None:
-        self._tensors = tensors
+    tensors: dict[str, Lazy]
 
-    def __enter__(self) -> "SafeFile":
-        return self
+    def keys(self) -> list[str]:
+        return sorted(self.tensors)  # as safetensors does
+
+    def get_slice(self, name: str) -> Lazy:
+        return self.tensors[name]
 
     def __exit__(self, *_: object) -> None:
         pass
-
-    def keys(self) -> list[str]:
-        return sorted(self._tensors)  # as safetensors does
-
-    def metadata(self) -> dict[str, str]:
-        return {"format": "pt"}
-
-    def get_slice(self, name: str) -> Lazy:
-        return self._tensors[name]
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self._tensors[name][...]
 
 
 class Load:
@@ -211,11 +202,10 @@ def _safe_open(
 def _load_state_dict(
     load: Load, real: Any, file: Any, map_location: Any = "cpu", *args: Any, **more: Any
 ) -> Any:
-    where, is_safetensors = str(map_location), str(file).endswith(".safetensors")
-    slices = None if is_safetensors else load.in_file(Path(file))
-    if slices is None or where not in {"cpu", "meta"}:
+    slices = load.in_file(Path(file))
+    if slices is None or str(map_location) not in {"cpu", "meta"}:
         return real(file, map_location, *args, **more)
-    if where == "meta":
+    if str(map_location) == "meta":
         return {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in slices}
     return load.lazy(slices)
 
