@@ -15,7 +15,6 @@ is left to the original function, too.
 import ctypes
 import warnings
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -120,8 +119,7 @@ class Load:
         self._files: dict[Path, list[Slice]] = {}
         for one in slices:
             self._files.setdefault(one.file, []).append(one)
-        self._uses: Counter[object] = Counter()
-        self._shared: dict[object, tuple[Lazy, torch.Tensor]] = {}
+        self._shared: dict[object, torch.Tensor] = {}
 
     def lazy(self, slices: Sequence[Slice]) -> dict[str, Lazy]:
         return {one.name: Lazy(self, one, one.dtype) for one in slices}
@@ -137,18 +135,19 @@ class Load:
         return slices if slices.only_tensors else None
 
     def tensor(self, lazy: Lazy) -> torch.Tensor:
-        """Return a tensor: its memory, to be filled by ``finish``, if its conversion only renames."""
+        """Return a tensor: its memory, to be filled by ``finish``, if its conversion only renames.
+
+        Names of one place in the files share one tensor, unless each name's values are converted.
+        """
         if not self.defers:
             return self.read(lazy)
-        place = lazy.where.place
-        key = place, lazy.dtype, lazy.device
-        if key in self._shared:
-            return self._shared[key][1]
-        out = empty(lazy.where, lazy.dtype, lazy.device)
-        self.fills.append(Fill(lazy.where, out))
-        if self._uses[place] > 1:
-            self._shared[key] = lazy, out
-        return out
+        where = lazy.where
+        source = where.place if lazy.dtype == where.dtype else where
+        key = source, lazy.dtype, lazy.device
+        if key not in self._shared:
+            self._shared[key] = out = empty(where, lazy.dtype, lazy.device)
+            self.fills.append(Fill(where, out))
+        return self._shared[key]
 
     def read(self, lazy: Lazy) -> torch.Tensor:
         out = empty(lazy.where, lazy.dtype, lazy.device)
@@ -156,34 +155,9 @@ class Load:
         return out
 
     def finish(self) -> None:
+        self._shared.clear()
         fills, self.fills = self.fills, []
         filling.fill(fills, self._disk)
-
-    def share(self, state_dict: dict[str, Any], ties: dict[str, str]) -> None:
-        """Let the names of one place in the files, and tied names of equal bytes, share one tensor."""
-        for target, source in ties.items():
-            one, other = state_dict.get(target), state_dict.get(source)
-            if isinstance(one, Lazy) and isinstance(other, Lazy) and _are_same(one, other):
-                state_dict[target] = other
-        lazies = (one for one in state_dict.values() if isinstance(one, Lazy))
-        self._uses = Counter(one.where.place for one in lazies)
-
-    def separate(self, model: Any, ties: dict[str, str]) -> None:
-        """Copy shared tensors that transformers would have converted separately, unless it ties them."""
-        shared, self._shared = self._shared, {}
-        made = {out.data_ptr() for lazy, out in shared.values() if lazy.dtype != lazy.where.dtype}
-        tied, seen = {*ties, *ties.values()}, set[int]()
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()] if made else ():
-            if tensor.data_ptr() in made and name not in tied:
-                if tensor.data_ptr() in seen:
-                    tensor.data = tensor.data.clone()
-                seen.add(tensor.data_ptr())
-
-
-def _are_same(one: Lazy, other: Lazy) -> bool:
-    places = one.where, other.where
-    alike = one.shape == other.shape and all(each.fill is None for each in places)
-    return alike and all(each.contiguous for each in places) and are_equal(*places)
 
 
 # The functions below replace functions of the libraries. Their first arguments are the load of this
@@ -277,17 +251,21 @@ def _convert(
 def _convert_and_load(
     load: Load, real: Any, model: Any, state_dict: dict[str, Any], *args: Any, **more: Any
 ) -> Any:
-    """Share the tensors of tied names, and read all values when each has its place."""
-    load.share(state_dict, _ties(model))
+    """Let tied names of equal bytes share one tensor, and read all values when each has its place."""
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in ties.items():
+        one, other = state_dict.get(target), state_dict.get(source)
+        if isinstance(one, Lazy) and isinstance(other, Lazy) and _are_same(one.where, other.where):
+            state_dict[target] = other
     result = real(model, state_dict, *args, **more)
     load.infos.append(result[0])
     load.finish()
-    load.separate(model, _ties(model))
     return result
 
 
-def _ties(model: Any) -> dict[str, str]:
-    return getattr(model, "all_tied_weights_keys", None) or {}
+def _are_same(one: Slice, other: Slice) -> bool:
+    alike = one.shape == other.shape and one.fill is other.fill is None
+    return alike and one.contiguous and other.contiguous and are_equal(one, other)
 
 
 def _put(owner: Any, name: str, ours: Callable[..., Any]) -> None:
