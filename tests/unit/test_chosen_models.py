@@ -114,7 +114,7 @@ def test_a_file_takes_no_arguments() -> None:
         with pytest.raises(ConfigError, match=f"{name} takes no arguments"):
             chosen(name, kwargs={"width": 2})
     mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
-    with pytest.raises(ConfigError, match="mine has its own checkpoint, but --key=a"):
+    with pytest.raises(ConfigError, match="but each model has one of its own"):
         choose(check_suite({"models": ["gpt2-tiny", mine], "key": "a"}))
 
 

@@ -93,15 +93,10 @@ def choose(settings: Settings) -> ChosenModels:
     if given or len(settings.models) == 1:  # --checkpoint overrides those of the suite
         own = given or next(iter(several.values()), None)
         several = {}
-    if selection and several:
-        raise ConfigError(
-            f"{next(iter(several))} has its own checkpoint, but {' '.join(selection.options)} would"
-            " select weights in the checkpoints of all models",
-            "measure this model in a separate run; weighin compare RUN_A RUN_B then compares the runs",
-        )
     if selection and own is None:
+        what = "each model has one of its own" if several else "none is given"
         raise ConfigError(
-            "key and strip_prefix select weights in your own checkpoint, but none is given",
+            f"key and strip_prefix select weights in your own checkpoint, but {what}",
             "add --checkpoint PATH (checkpoint: PATH of a suite's model), or leave them out",
         )
     python_path: tuple[str, ...] = ()
