@@ -190,13 +190,13 @@ def read(
             typed["models"] = [chosen]
         if not named:
             start["models"] = [DEFAULT_MODEL]
-            if verb in _NOTES_DEFAULT and not {"models"} & (typed.keys() | of_file.keys()):
+            if verb in _NOTES_DEFAULT and "models" not in {**typed, **of_file}:
                 _console.note(f"no model given: {DEFAULT_MODEL}")
     if strategies:
         typed["strategies"] = [*strategies]
-    for key in typed.keys() & unused:
-        name = definition.typed_as(key, verb)
-        raise ConfigError(f"{name}: it has no effect on weighin {verb}", f"leave {name} out")
+    if without := [definition.typed_as(key, verb) for key in typed if key in unused]:
+        repair = f"leave {without[0]} out"
+        raise ConfigError(f"{without[0]}: it has no effect on weighin {verb}", repair)
     sources: list[definition.Source] = [("", start), (partial(_pyproject.place_of, context), of_file)]  # fmt: skip
     if named:
         from weighin.suite.registry import suite_file

@@ -97,10 +97,6 @@ def definitions(rows: Sequence[tuple[str, str]], width: int, indent: int = 2) ->
 class _Formatter(click.HelpFormatter):
     """Formats help without breaking words, even in narrow terminals."""
 
-    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
-        first, *rest = wrap(f"{prefix or 'Usage: '}{prog} {args}", self.width)
-        self.write("\n".join([first, *(f"    {line}" for line in rest)]) + "\n")
-
     def write_heading(self, heading: str) -> None:
         self.write(click.style(f"{heading}:", bold=True) + "\n")
 
