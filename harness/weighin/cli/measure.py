@@ -221,9 +221,7 @@ def new_settings(context: click.Context) -> "Settings":
 
 
 def _enter_scope(isolation: str, automatic: str) -> None:
-    """If the isolation is a cgroup that this user can create only in a systemd scope, start this
-    command line again in such a scope.
-    """
+    """Start this command line again in a systemd scope, if this user can create the cgroup only there."""
     from weighin.isolation import cgroup, select
 
     isolation = automatic if isolation == "auto" else isolation

@@ -336,23 +336,17 @@ def model_and_checkpoint(
 ) -> tuple[ModelSpec, Path | None]:
     """Return the model that ``name`` stands for, and its checkpoint if ``name`` is a path.
 
-    ``name`` is, in this order:
-
-    * the name of a built-in model,
-    * a builder, "package.module:callable" or "path/nets.py:callable",
-    * the path of a Hugging Face folder, or a Hub id whose folder is in the local cache,
-    * the path of a GGUF file or of a folder with a GGUF file,
-    * the path of any other checkpoint, or "from:PATH" for a checkpoint of any kind.
+    ``name`` is, in this order: a built-in model; a builder, "package.module:callable" or
+    "path/nets.py:callable"; the path or Hub id of a Hugging Face folder; the path of a GGUF file or of a
+    folder with one; the path of any other checkpoint, or "from:PATH" for a checkpoint of any kind.
 
     For the last kind, the model consists of the tensors that ``selection`` selects, and needs no
     code. ``choice`` chooses the weights and the class in a Hugging Face folder.
 
     Raises:
         UnknownName: ``name`` is neither a known name nor a path.
-        CheckpointError: the path does not exist or is no checkpoint, no tensors are selected, or
-            the tensors are not plain weights (quantised, or of a dtype that torch cannot convert).
-        ConfigError: ``kwargs`` are given for a path, ``choice`` is given for a model that is no
-            Hugging Face folder, or the folder's own code may not run.
+        CheckpointError: the path does not exist, or is no checkpoint of plain weights.
+        ConfigError: ``kwargs`` or ``choice`` would have no effect, or the folder's own code may not run.
     """
     path = path_of(name, kwargs, choice.revision)
     if path is None:

@@ -29,13 +29,7 @@ def is_file(name: str) -> bool:
 
 def of_file(name: str) -> tuple[str, Path]:
     """For "path/nets.py:build", return the builder "nets:build" and the folder from which to import
-    the module.
-
-    A file beside an ``__init__.py`` is imported as a part of that package, so that the file's
-    relative imports work.
-
-    Raises:
-        ConfigError: the file does not exist, or Python cannot import a file of this name.
+    the module: of a file beside an ``__init__.py``, as a part of that package.
     """
     text, _, function = name.rpartition(":")
     path = Path(text).expanduser()
@@ -67,9 +61,8 @@ def of_file(name: str) -> tuple[str, Path]:
 
 
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders in which weighin looks for the models' modules.
-
-    The order is: folders of builders in files, the current folder, existing folders of PYTHONPATH.
+    """Return the folders with the models' modules: those of builders in files, the current folder, and
+    the existing folders of PYTHONPATH.
     """
     folders = [of_file(name)[1] for name in names if is_file(name)]
     folders.append(Path.cwd())
@@ -94,12 +87,8 @@ def file_of(builder: str, folders: Iterable[str]) -> Path | None:
 
 
 def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
-    """Return the syntax tree of a strategy's or use's file, which must define ``function``:
-    "load(job)" for a strategy.
-
-    Raises:
-        ConfigError: the file is missing or not Python, its name cannot be shown, or the function is
-            missing; in the last case, ``example`` is the repair.
+    """Return the syntax tree of a strategy's or use's file, which must define ``function``, such as
+    "load(job)"; else the repair is ``example``.
     """
     try:
         tree = ast.parse(read_bytes(path), filename=str(path))
