@@ -22,7 +22,7 @@ KEYS = {
     "report": {"run", "series", "warnings", "files"},
     "compare": {"runs", "common", "rows", "warnings"},
     "check": {"passed", "summary", "lines"},
-    "history": {"metric", "unit", "runs", "series", "warnings", "files"},
+    "history": {"metric", "unit", "runs", "series", "warnings"},
     "recommend": {"model", "recommended", "candidates", "code", "notes"},
     "predict": {"predictions"},
     "inspect": {"path", "files", "totals", "tensors", "expected"},
@@ -111,4 +111,3 @@ def test_a_history_has_every_point() -> None:
     assert [point["run"] for point in line["points"]] == ["a", "b"]
     assert line["points"][0]["median"] == line["points"][1]["median"] > 0
     assert (line["steps"], line["outcome_changes"]) == ([], [])
-    assert document["files"] == []
