@@ -197,7 +197,8 @@ def read(
     if without := [definition.typed_as(key, verb) for key in typed if key in unused]:
         repair = f"leave {without[0]} out"
         raise ConfigError(f"{without[0]}: it has no effect on weighin {verb}", repair)
-    sources: list[definition.Source] = [("", start), (partial(_pyproject.place_of, context), of_file)]  # fmt: skip
+    sources: list[definition.Source] = [("", start)]
+    sources.append((partial(_pyproject.place_of, context), of_file))
     if named:
         from weighin.suite.registry import suite_file
 

@@ -147,7 +147,8 @@ class Verb(click.Command):
                     formatter.write_text(f"{meaning}:")
                     # In one line, however long: what a terminal wraps can be pasted.
                     formatter.write(f"{' ' * (formatter.current_indent + 2)}{command}\n")
-        groups = {one: list[tuple[str, str]]() for one in ("Arguments", WHAT, LIMITS, HOW, WRITE, OTHER)}  # fmt: skip
+        headings = ("Arguments", WHAT, LIMITS, HOW, WRITE, OTHER)
+        groups = {one: list[tuple[str, str]]() for one in headings}
         for param in self.get_params(ctx):
             is_option = isinstance(param, click.Option)
             if record := param.get_help_record(ctx):

@@ -149,7 +149,9 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
     _console.note(*measured.warnings)
     settings = {"tolerances": typed["tolerance"], "settings": typed["setting"]}
     with _console.working("comparing the figures"):
-        changes = checks.update(measured, baseline, partial=partial, **settings) if typed["update"] else []  # fmt: skip
+        changes = []
+        if typed["update"]:
+            changes = checks.update(measured, baseline, partial=partial, **settings)
         result = checks.check(
             measured,
             baseline,

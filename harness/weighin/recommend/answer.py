@@ -154,8 +154,9 @@ class Advice:
         ]
         if floors:
             least, most = min(floors), max(floors)
-            begin = f"For training with {asked.use}" if asked.use in TRAINING else f"For the use {asked.use}"  # fmt: skip
-            end = " after the first step" if asked.use in TRAINING else ""
+            training = asked.use in TRAINING
+            begin = f"For {'training with' if training else 'the use'} {asked.use}"
+            end = " after the first step" if training else ""
             if most <= least + doubt_bytes(least):
                 need = f"every way of loading needs {format_bytes(most, digits=1)}{end}: choose by time."
             else:

@@ -145,7 +145,8 @@ def _without_job(source: str, load: ast.FunctionDef) -> str:
     block = re.compile(rf"(?m)^( *)with {phase}:.*\n((?:\1 .*\n|\n)*)")
     while block.search(body):
         body = block.sub(lambda one: textwrap.indent(textwrap.dedent(one[2]), one[1]), body)
-    body = re.sub(rf"\b{job}\.reset_buffers\((\w+)\)", r"reset_buffers(\1, build_model, device, dtype)", body)  # fmt: skip
+    call = r"reset_buffers(\1, build_model, device, dtype)"
+    body = re.sub(rf"\b{job}\.reset_buffers\((\w+)\)", call, body)
     body = re.sub(rf"\b{job}\.(checkpoint|device|dtype|build_model|options)\b", r"\1", body)
     if re.search(rf"\b{job}\b", body):
         raise CannotWriteOut("load() passes on the whole job object")
