@@ -16,9 +16,8 @@ from weighin.errors import CheckpointError
 from weighin.probes import page_cache
 from weighin.stream import filling, formats
 from weighin.stream.bytes import Disk
-from weighin.stream.filling import Fill
 from weighin.stream.model import Granularity, load_streaming
-from weighin.stream.slices import Checkpoint
+from weighin.stream.slices import Checkpoint, Fill
 
 
 class Two(torch.nn.Module):

@@ -146,10 +146,11 @@ def _streaming(ledger: Ledger) -> Iterator[Any]:
     """The reads of ``load_streaming`` fill tensors that exist: only their buffers need more memory."""
     from weighin.stream import construct, filling
     from weighin.stream.bytes import DISK_THREADS, HUGE_PAGE_BYTES, Disk
+    from weighin.stream.slices import Fill
 
     original: Callable[[], None] = construct.give_back_heap
 
-    def fill(fills: Sequence[filling.Fill], disk: Disk) -> None:
+    def fill(fills: Sequence[Fill], disk: Disk) -> None:
         stored = [one for one in fills if not one.where.fill]
         computed = [one for one in fills if one.where.fill]
         buffers = filling.buffer_bytes(stored, disk.threads)

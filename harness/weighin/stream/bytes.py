@@ -1,9 +1,8 @@
 """Read parts of files into memory, from the page cache or past it with ``O_DIRECT``.
 
-A part of a file that is in the page cache is copied from there. Any other part is read with
-``O_DIRECT``. Such a read is faster than one through the page cache, and adds no page that counts as
-memory of the process's cgroup. If the file system refuses ``O_DIRECT``, the file is read through the
-page cache, and its pages are dropped after each read.
+A direct read is faster than one through the page cache, and adds no page that counts as memory of the
+process's cgroup. If the file system refuses ``O_DIRECT``, the file is read through the page cache, and
+its pages are dropped after each read.
 """
 
 import ctypes
@@ -28,20 +27,13 @@ ALIGNMENT: Final = 4096
 """The alignment of O_DIRECT reads in bytes: most file systems need 512, and few need more than 4096."""
 
 PIECE_BYTES: Final = 512 * 1024
-"""The size in bytes of a read through a buffer: such reads keep a disk busy if several threads make
-them, and the buffer fits into a processor's cache."""
+"""The size of a read through a buffer: such reads keep a disk busy if several threads make them, and
+the buffer fits into a processor's cache."""
 
 DISK_THREADS: Final = 16
-"""The number of threads that read from a local disk. 16 threads keep the disk busy even while some of
-them convert values or wait for a small read."""
+"""16 threads keep a local disk busy even while some of them convert values or wait for a small read."""
 
 MOST_THREADS: Final = 64
-"""The largest number of threads that read from a disk."""
-
-LATE_NS: Final = 500_000
-"""The time in nanoseconds from which a small read, and its disk, count as late. A local disk takes
-50,000 to 200,000 ns for a small read."""
-
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
 TENSOR_ALIGNMENT: Final = 64
@@ -50,9 +42,8 @@ TENSOR_ALIGNMENT: Final = 64
 MAP_NORESERVE: Final = 0x4000
 """A flag of linux/mman.h: the kernel does not count the mapping's size as committed memory."""
 
-_NEARLY_CACHED: Final = (
-    15 / 16
-)  # read through the cache, which gets only the missing pages from the disk
+_LATE_NS: Final = 500_000  # a local disk answers a small read within 50,000 to 200,000 ns
+_NEARLY_CACHED: Final = 15 / 16  # then only the missing pages are read from the disk
 _LEAST_STRAIGHT_BYTES: Final = 64 * 1024  # smaller targets are as fast through the buffer
 _DROPPED_BYTES: Final = 1024**2  # read through the page cache before the pages are dropped
 _WANTED_BYTES_PER_S: Final = 10**9  # the wanted rate of all threads together
@@ -65,12 +56,7 @@ _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 class Reader:
     """Reads parts of files on one thread, with one open file at a time and one buffer.
 
-    If a file cannot be opened or is too short, or its disk fails, a read raises a CheckpointError
-    that names the file.
-
-    Args:
-        piece_bytes: the largest number of bytes that one call of ``piece`` reads. The buffer takes
-            RAM only after a read has used it.
+    A CheckpointError names a file that cannot be opened, is too short, or whose disk fails.
     """
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
@@ -83,28 +69,21 @@ class Reader:
     def read(self, file: Path, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the file's bytes from ``offset`` on, by one system call if possible.
 
-        A direct read transfers whole pages of a file to whole pages of memory. The kernel writes
-        directly to the pages that lie wholly in a large target; the first and last bytes pass through
-        the buffer. If the offset within a page differs in memory and in the file, the bytes are
-        afterwards moved by less than a page.
+        The kernel writes whole pages of the file to the pages that lie wholly in a large target; the
+        first and last bytes pass through the buffer. If the offset within a page differs in memory
+        and in the file, the bytes are afterwards moved by less than a page.
         """
-        if self.cached_share(file, offset, len(target)) >= _NEARLY_CACHED:
-            self._through_cache(target, offset, drops=False)
-            return
         address, end = address_of(target), offset + len(target)
         first, low, last = _down(offset), _up(offset), _up(end)
         page = -address % ALIGNMENT
         size = _down(max(0, min(end - low, len(target) - page)))
         if size < _LEAST_STRAIGHT_BYTES:
             low, size = last, 0
-            if last - first > len(self._buffer):
-                self._through_cache(target, offset, drops=True)
-                return
-        head, straight = self._buffer[: low - first], target[page : page + size]
+        head = self._buffer[: low - first]
         tail = self._buffer[low - first : last - first - size]
-        buffers = [buffer for buffer in (head, straight, tail) if buffer]
-        if not self._read_direct(buffers, first, end - first):
-            self._through_cache(target, offset, drops=True)
+        fits = len(head) + len(tail) == last - first - size
+        buffers = [one for one in (head, target[page : page + size], tail) if one] if fits else []
+        if not self._read(file, target, offset, buffers):
             return
         before = low - offset
         if size and page != before:
@@ -114,16 +93,13 @@ class Reader:
             rest[:] = tail[: len(rest)]
 
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
-        """Read ``size`` bytes from ``offset`` on, at most ``piece_bytes``, into the reader's buffer.
+        """Read ``size`` bytes, at most ``piece_bytes``, into the buffer, which the next read overwrites.
 
-        The next read overwrites the returned bytes. Their address within a page is that in the file.
+        Their address within a page is that in the file.
         """
         skip = offset % ALIGNMENT
         piece = self._buffer[skip : skip + size]
-        if self.cached_share(file, offset, size) >= _NEARLY_CACHED:
-            self._through_cache(piece, offset, drops=False)
-        elif not self._read_direct([self._buffer[: _up(skip + size)]], offset - skip, skip + size):
-            self._through_cache(piece, offset, drops=True)
+        self._read(file, piece, offset, [self._buffer[: _up(skip + size)]])
         return piece
 
     def cached_share(self, file: Path, offset: int, size: int) -> float:
@@ -131,15 +107,12 @@ class Reader:
         if file is not self._path and file != self._path:
             self.close()
             self._path = file
-            with suppress(
-                OSError
-            ):  # tmpfs, some network file systems; others fail at the first read
+            with suppress(OSError):  # tmpfs, some network file systems; others fail at a read
                 self._direct = os.open(file, os.O_RDONLY | os.O_DIRECT)
         any_descriptor = self._direct if self._direct >= 0 else self._cached
         return page_cache.cached_share(any_descriptor, offset, size)
 
     def close(self) -> None:
-        """Close the open file. The buffer's memory is freed when nothing refers to the buffer."""
         for descriptor in (self._direct, self._opened):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -147,10 +120,7 @@ class Reader:
 
     @property
     def _cached(self) -> int:
-        """The descriptor for reads through the page cache.
-
-        It is opened at its first use, because opening a file may cost a round trip to a server.
-        """
+        """The descriptor for reads through the page cache; opening it may ask a server."""
         if self._opened < 0:
             try:
                 self._opened = os.open(self._path, os.O_RDONLY)
@@ -158,13 +128,21 @@ class Reader:
                 raise unreadable(self._path, error) from error
         return self._opened
 
-    def _read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
-        """Read ``wanted_bytes`` past the page cache into aligned buffers, one buffer after the other.
+    def _read(
+        self, file: Path, target: memoryview, offset: int, buffers: Sequence[memoryview]
+    ) -> bool:
+        """Read directly into page-aligned ``buffers`` and return True, or into ``target`` and return False."""
+        is_cached = self.cached_share(file, offset, len(target)) >= _NEARLY_CACHED
+        start = _down(offset)
+        if not is_cached and self._read_direct(buffers, start, offset + len(target) - start):
+            return True
+        self._through_cache(target, offset, drops=not is_cached)
+        return False
 
-        Return False if the file system refuses to, or stops in the middle of a page.
-        """
+    def _read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
+        """Return False if there are no buffers, or the file system refuses, or stops within a page."""
         done = 0
-        while self._direct >= 0 and done < wanted_bytes:
+        while buffers and self._direct >= 0 and done < wanted_bytes:
             rest, left = list(buffers), done
             while left >= len(rest[0]):
                 left -= len(rest.pop(0))
@@ -179,7 +157,7 @@ class Reader:
             if end < wanted_bytes and (end := _down(end)) == done:
                 return False
             done = end
-        return self._direct >= 0
+        return done >= wanted_bytes
 
     def _through_cache(self, target: memoryview, offset: int, *, drops: bool) -> None:
         """Read through the page cache; with ``drops``, drop the pages after each MiB."""
@@ -196,19 +174,15 @@ class Reader:
                     f"{self._path}: truncated: it ends before byte {end:,}", AGAIN
                 )
             done += read
-            if (
-                drops
-            ):  # again from the MiB before: it may have ended within a folio of several pages
+            if drops:  # again from the MiB before, which may have ended within several pages' folio
                 start = _down(max(0, offset + done - read - _DROPPED_BYTES))
                 size = offset + done - start
                 os.posix_fadvise(self._cached, start, size, os.POSIX_FADV_DONTNEED)
 
 
 class Readers(NamedTuple):
-    """The number of threads that read, and the size of their buffers.
-
-    Attributes:
-        late: whether a small read takes 0.5 ms or more. If so, no read is larger than ``piece_bytes``.
+    """The threads that read, the size of each one's buffer, and whether the disk is late: a small read
+    takes 0.5 ms or more, so that no read is larger than the buffer.
     """
 
     threads: int
@@ -217,18 +191,14 @@ class Readers(NamedTuple):
 
 
 def choose(small_ns: int, sample_ns: int) -> Readers:
-    """Return the number of threads and the size of reads for a disk.
+    """Return how to read a disk that answers a read of 4 KiB and one of 128 KiB in these times.
 
-    A local disk answers a small read within 0.2 ms, and is fastest with few, large reads. Storage behind
-    a network answers after some milliseconds. A FUSE mount divides a large read into requests of 128
-    KiB, and makes these one after the other, so that up to 64 threads must read at the same time. The
-    reads from a disk with a high latency are small, because the load ends only when the last read ends.
-
-    Args:
-        small_ns: the time of a read of 4 KiB.
-        sample_ns: the time of a read of 128 KiB; the quicker of the two reads gives the latency.
+    A local disk is fastest with few, large reads. Storage behind a network answers after some
+    milliseconds, and FUSE divides a large read into requests of 128 KiB, one after the other, so that
+    up to 64 threads must read at the same time. The reads from a late disk are small, because the
+    load ends only when the last read ends.
     """
-    if min(small_ns, sample_ns) < LATE_NS:
+    if min(small_ns, sample_ns) < _LATE_NS:  # the quicker of both gives the latency
         return Readers(DISK_THREADS)
     threads = DISK_THREADS
     while (
@@ -239,12 +209,7 @@ def choose(small_ns: int, sample_ns: int) -> Readers:
 
 
 class Disk:
-    """The number of threads and the size of reads of one load, from its first reads of a disk.
-
-    Args:
-        threads: the number of threads; None chooses it from the disk's latency. With one thread, the
-            latency is not measured, and the reads are those for a local disk.
-    """
+    """How one load reads its disk; ``threads`` of None lets the disk's latency choose their number."""
 
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
@@ -264,7 +229,7 @@ class Disk:
                 start_ns = time.monotonic_ns()
                 reader.piece(file, middle, nbytes)
                 times_ns.append(time.monotonic_ns() - start_ns)
-                if times_ns[-1] < LATE_NS:
+                if times_ns[-1] < _LATE_NS:
                     break
             chosen = choose(times_ns[0], times_ns[-1])
             self._readers = chosen._replace(threads=self.threads or chosen.threads)
@@ -281,26 +246,20 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def mapped(where: Slice, maps: dict[Path, mmap.mmap] | None = None) -> torch.Tensor:
-    """Map a tensor's file into memory, and return the tensor in this mapping.
-
-    ``maps`` keeps each file's mapping for further tensors, because a mapping takes a descriptor.
-    """
+    """Return a tensor in a mapping of its file; ``maps`` keeps the mapping for further tensors."""
     if not where.span:
         return torch.empty(where.shape, dtype=where.dtype)
     maps = {} if maps is None else maps
     end = where.offset + where.span * where.dtype.itemsize
-    if (memory := maps.get(where.file)) is None:
+    if where.file not in maps:
         with where.file.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
             # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
-            if size >= end:
+            if size := os.fstat(file.fileno()).st_size:
                 flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-                memory = maps[where.file] = mmap.mmap(file.fileno(), size, flags=flags)
-    if memory is None or len(memory) < end:
-        raise CheckpointError(
-            f"{where.file}: truncated: the file ends before byte {end:,}",
-            AGAIN,
-        )
+                maps[where.file] = mmap.mmap(file.fileno(), size, flags=flags)
+    memory = maps.get(where.file, b"")
+    if len(memory) < end:
+        raise CheckpointError(f"{where.file}: truncated: the file ends before byte {end:,}", AGAIN)
     flat = torch.frombuffer(memory, dtype=where.dtype, offset=where.offset, count=where.span)
     return flat.as_strided(where.shape, where.stride)
 
@@ -324,26 +283,27 @@ def allocate_all(tensors: Sequence[tuple[int, torch.dtype, int]]) -> list[torch.
             gets the same offset within a page in memory as in the file, rounded down to
             ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
     """
-    places, end = [], 0
+    starts, end = [], 0
     for numel, dtype, offset in tensors:
         size = numel * dtype.itemsize
         within = offset % ALIGNMENT - offset % TENSOR_ALIGNMENT
         is_large = size >= _LEAST_STRAIGHT_BYTES
-        start = end + (within - end) % ALIGNMENT if is_large else end + -end % TENSOR_ALIGNMENT
-        places.append((start, size, numel, dtype))
-        end = start + size
+        starts.append(
+            end + (within - end) % ALIGNMENT if is_large else end + -end % TENSOR_ALIGNMENT
+        )
+        end = starts[-1] + size
     if end < HUGE_PAGE_BYTES:
-        return [torch.empty(numel, dtype=dtype, device="cpu") for _, _, numel, dtype in places]
+        return [torch.empty(numel, dtype=dtype, device="cpu") for numel, dtype, _ in tensors]
     memory = mmap.mmap(-1, end + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
     skip = -address_of(memoryview(memory)) % HUGE_PAGE_BYTES
     # Only whole huge pages, because the kernel charges a partly used huge page in full.
     page_cache.ask_for_huge_pages(memory, skip, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     found = []
-    for start, size, numel, dtype in places:
-        if not size:
-            found.append(torch.empty(numel, dtype=dtype, device="cpu"))
+    for start, (numel, dtype, _) in zip(starts, tensors, strict=True):
+        if not numel:
+            found.append(torch.empty(0, dtype=dtype, device="cpu"))
             continue
-        first, last = skip + start, skip + start + size
+        first, last = skip + start, skip + start + numel * dtype.itemsize
         view = memoryview(memory)[first:last]
         low, high = _up(first), _down(last)
         if low < high:

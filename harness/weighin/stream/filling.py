@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -31,53 +32,47 @@ from weighin.stream.bytes import (
     allocate,
     memory_of,
 )
-from weighin.stream.slices import Slice, row_major
+from weighin.stream.slices import Fill, Slice, row_major
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
-"""The size in bytes of a thread's reads if no dtype is converted. The reads are large so that threads
-seldom wait for the lock of the queue from which they take the reads."""
+"""The size of a thread's reads if no dtype is converted: so large that threads seldom wait for the lock
+of the queue from which they take the reads."""
 
 _MOST_CACHE_THREADS: Final = 4
 _MOST_PROBED: Final = 16  # tensors
-_MOSTLY: Final = 0.75
+_MOSTLY: Final = 0.75  # the kernel may reclaim single pages of a cached file
 _MOST_PIECE_BYTES: Final = 4 * PIECE_BYTES
 _BUFFERS_SHARE: Final = 1 / 200  # of the bytes to read, for the buffers of all threads
 _MOST_UNUSED_BYTES: Final = 4096  # of the file, between two tensors of one read
 
 
-class Fill(NamedTuple):
-    """A tensor to fill, and its source in a checkpoint.
-
-    Attributes:
-        where: the tensor in the checkpoint.
-        out: the tensor to fill, of the same shape, in any dtype and on any device.
-    """
-
-    where: Slice
-    out: torch.Tensor
-
-
 class _Piece(NamedTuple):
     """One read: the file's elements from ``offset`` on fill ``target``, in row-major order.
 
-    Attributes:
-        spread: the whole tensor, if its elements lie in the file with gaps, or overlap.
+    ``spread`` is the whole tensor, if its elements lie in the file with gaps, or overlap.
     """
 
     file: Path
     dtype: torch.dtype
     offset: int
     target: torch.Tensor
-    end: int
-    plain: bool
     spread: Slice | None = None
+
+    @property
+    def size(self) -> int:
+        return self.target.numel() * self.dtype.itemsize
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes of the file are those of the target."""
+        target = self.target
+        return target.dtype == self.dtype and target.is_cpu and target.is_contiguous()
 
 
 def fill(fills: Sequence[Fill], disk: Disk) -> None:
     """Fill all tensors; the first error ends the load.
 
-    Args:
-        disk: chooses the number of threads if the files are not cached.
+    ``disk`` chooses the number of threads if the files are not cached.
     """
     stored = [block for one in fills if one.where.fill is None for block in _blocks(one)]
     if stored:
@@ -86,51 +81,17 @@ def fill(fills: Sequence[Fill], disk: Disk) -> None:
         readers = _readers(stored, disk, total_bytes)
         most_bytes = readers.piece_bytes if readers.late else READ_BYTES
         threads = min(readers.threads, 1 + total_bytes // readers.piece_bytes)
-        lock, failed = Lock(), Event()
-        runs = _runs(_pieces(stored, most_bytes, readers.piece_bytes), readers.piece_bytes)
-
-        def work() -> None:
-            filler = _Filler(readers.piece_bytes)
-            try:
-                while not failed.is_set():
-                    with lock:
-                        run = next(runs, None)
-                    if run is None:
-                        return
-                    filler.fill(run)
-            except BaseException:
-                failed.set()
-                raise
-            finally:
-                filler.close()
-
-        with ThreadPoolExecutor(threads, initializer=_compute_alone) as pool:
-            futures = [pool.submit(work) for _ in range(threads)]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                failed.set()
-                raise
-    computed = [one for one in fills if one.where.fill is not None]
-    if computed:
+        pieces = _pieces(stored, most_bytes, readers.piece_bytes)
+        _on_threads(threads, _runs(pieces, readers.piece_bytes), readers.piece_bytes)
+    if computed := [one for one in fills if one.where.fill is not None]:
         computed.sort(key=lambda one: one.out.nbytes, reverse=True)
         threads = min(disk.threads or cache_threads(), cache_threads())
-        with ThreadPoolExecutor(threads, initializer=_compute_alone) as pool:
-            futures = [pool.submit(one.where.fill, one.out) for one in computed if one.where.fill]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        _on_threads(threads, iter(computed), PIECE_BYTES)
 
 
 def cache_threads() -> int:
     """Return the number of threads that copy cached files: one per available processor, at most 4."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    processors = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(_MOST_CACHE_THREADS, processors)
+    return min(_MOST_CACHE_THREADS, len(os.sched_getaffinity(0)))
 
 
 def buffer_bytes(fills: Iterable[Fill], threads: int | None) -> int:
@@ -150,9 +111,8 @@ def piece_bytes_of(total_bytes: int, threads: int) -> int:
 
 
 def file_order(where: Slice) -> list[int] | None:
-    """Return the dimensions in the order in which the file stores them, the outermost first.
-
-    ``file_order`` returns None if there are gaps between the elements, or the elements overlap.
+    """Return the dimensions as the file stores them, the outermost first; None if the elements have gaps
+    between them or overlap.
     """
     if where.contiguous:
         return list(range(len(where.shape)))
@@ -160,6 +120,65 @@ def file_order(where: Slice) -> list[int] | None:
     shape, stride = (tuple(values[n] for n in order) for values in (where.shape, where.stride))
     steps = zip(shape, stride, row_major(shape), strict=True)
     return order if all(size == 1 or step == dense for size, step, dense in steps) else None
+
+
+def dense_stride(where: Slice) -> tuple[int, ...]:
+    """Return the strides of a tensor in memory: the file's, if the tensor has no gaps in the file."""
+    if not where.parts and file_order(where) is not None:
+        return where.stride
+    return row_major(where.shape)
+
+
+def part_of(where: Slice, view: torch.Tensor) -> Slice | None:
+    """Return the range of the file that has a view's values; the whole tensor has ``dense_stride``.
+
+    None for a view with another dtype, and for a part of a tensor that is not in one block of the file.
+    """
+    stride, dense = view.stride(), dense_stride(where)
+    if view.dtype != where.dtype:
+        return None
+    if (tuple(view.shape), stride) == (where.shape, dense) and not view.storage_offset():
+        return where
+    if where.parts or where.fill or dense != where.stride:
+        return None
+    offset = where.offset + int(view.storage_offset()) * view.element_size()
+    return replace(where, shape=tuple(view.shape), stride=stride, offset=offset)
+
+
+def empty(where: Slice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for a tensor, to be read into."""
+    offset = where.offset if dtype == where.dtype else 0
+    flat = allocate(prod(where.shape), dtype, device, offset)
+    return flat.as_strided(where.shape, dense_stride(where))
+
+
+# -- what is read by which thread
+
+
+def _on_threads(threads: int, jobs: "Iterator[list[_Piece] | Fill]", piece_bytes: int) -> None:
+    lock, failed = Lock(), Event()
+
+    def work() -> None:
+        with closing(_Filler(piece_bytes)) as filler:
+            try:
+                while not failed.is_set():
+                    with lock:
+                        job = next(jobs, None)
+                    if job is None:
+                        return
+                    filler.fill(job)
+            except BaseException:
+                failed.set()
+                raise
+
+    with ThreadPoolExecutor(threads, initializer=_compute_alone) as pool:
+        futures = [pool.submit(work) for _ in range(threads)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            failed.set()
+            raise
 
 
 @cache
@@ -189,11 +208,12 @@ def _blocks(one: Fill) -> Iterator[Fill]:
         yield from _blocks(Fill(part, target))
 
 
-def _readers(fills: Sequence[Fill], disk: Disk, total_bytes: int) -> Readers:
-    """Return the number of threads: few if at least 3/4 of the bytes of some tensors are cached.
+def _span_bytes(where: Slice) -> int:
+    return where.span * where.dtype.itemsize
 
-    One quarter may be missing, because the kernel may reclaim single pages of a cached file.
-    """
+
+def _readers(fills: Sequence[Fill], disk: Disk, total_bytes: int) -> Readers:
+    """Return the number of threads: few if at least 3/4 of the bytes of some tensors are cached."""
     with closing(Reader()) as reader:
         cached_bytes, all_bytes = 0.0, 0
         for where, _ in fills[:: len(fills) // _MOST_PROBED + 1]:
@@ -211,77 +231,57 @@ def _readers(fills: Sequence[Fill], disk: Disk, total_bytes: int) -> Readers:
         return readers._replace(piece_bytes=piece_bytes_of(total_bytes, readers.threads))
 
 
-def _span_bytes(where: Slice) -> int:
-    return where.span * where.dtype.itemsize
-
-
 def _pieces(fills: Iterable[Fill], most_bytes: int, piece_bytes: int) -> Iterator[_Piece]:
-    """Yield the reads of tensors.
-
-    Args:
-        most_bytes: the largest size of a read straight into memory.
-        piece_bytes: the largest size of a read through a buffer.
-    """
+    """Yield reads of at most ``most_bytes`` straight into memory, and ``piece_bytes`` through a buffer."""
     for where, out in fills:
-        file, dtype, offset = where.file, where.dtype, where.offset
+        whole = _Piece(where.file, where.dtype, where.offset, out)
         if where.contiguous:
-            target = out
+            yield from _cut(whole, most_bytes, piece_bytes)
         elif (order := file_order(where)) is not None:
-            target = out.permute(order)
+            yield from _cut(whole._replace(target=out.permute(order)), most_bytes, piece_bytes)
         else:
-            yield _Piece(file, dtype, offset, out, offset, plain=False, spread=where)
-            continue
-        yield from _cut(file, dtype, offset, target, most_bytes, piece_bytes)
+            yield whole._replace(spread=where)
 
 
-def _cut(
-    file: Path,
-    dtype: torch.dtype,
-    offset: int,
-    target: torch.Tensor,
-    most_bytes: int,
-    piece_bytes: int,
-) -> Iterator[_Piece]:
+def _cut(whole: _Piece, most_bytes: int, piece_bytes: int) -> Iterator[_Piece]:
+    file, dtype, offset, target, _ = whole
     size, item = dtype.itemsize, max(dtype.itemsize, target.dtype.itemsize)
-    on_cpu, count = target.is_cpu, target.numel()
+    count = target.numel()
     if not target.is_contiguous():
         row = count // len(target)
         rows = piece_bytes // (row * item)
         for first in range(0, len(target), rows or 1):
-            at = offset + first * row * size
-            if rows:
-                part = target[first : first + rows]
-                yield _Piece(file, dtype, at, part, at + part.numel() * size, plain=False)
-            else:
-                yield from _cut(file, dtype, at, target[first], most_bytes, piece_bytes)
+            part = target[first : first + rows] if rows else target[first]
+            piece = _Piece(file, dtype, offset + first * row * size, part)
+            yield from [piece] if rows else _cut(piece, most_bytes, piece_bytes)
         return
-    plain = on_cpu and target.dtype == dtype
-    # Several reads through a buffer fill one huge page: if two threads touched it, both would clear it.
-    most = (
-        most_bytes if plain else min(HUGE_PAGE_BYTES, most_bytes) if on_cpu else piece_bytes
-    ) // item
+    if not whole.is_plain:
+        # Several reads through a buffer fill one huge page: if two threads touched it, both would clear it.
+        most_bytes = min(HUGE_PAGE_BYTES, most_bytes) if target.is_cpu else piece_bytes
+    most = most_bytes // item
     if count <= most:
-        yield _Piece(file, dtype, offset, target, offset + count * size, plain)
+        yield whole
         return
     flat, width, first = target.view(-1), target.dtype.itemsize, 0
-    start, page = (target.data_ptr() if on_cpu else 0), min(HUGE_PAGE_BYTES, most * width)
+    start, page = (target.data_ptr() if target.is_cpu else 0), min(HUGE_PAGE_BYTES, most * width)
     while first < count:
         last = first + most
         last = count if last >= count else last - (start + last * width) % page // width
-        at, end = offset + first * size, offset + last * size
-        yield _Piece(file, dtype, at, flat[first:last], end, plain)
+        yield _Piece(file, dtype, offset + first * size, flat[first:last])
         first = last
 
 
 def _runs(pieces: Iterable[_Piece], most_bytes: int) -> Iterator[list[_Piece]]:
     """Yield pieces, together if they adjoin in a file and one read of ``most_bytes`` can fill them."""
     run: list[_Piece] = []
+    end = 0
     for piece in pieces:
+        piece_end = piece.offset + piece.size
         if run:
-            first, last = run[0], run[-1]
+            first = run[0]
             follows = (
-                0 <= piece.offset - last.end <= _MOST_UNUSED_BYTES
-                and piece.end - first.offset <= most_bytes
+                0 <= piece.offset - end <= _MOST_UNUSED_BYTES
+                and piece_end - first.offset <= most_bytes
                 and piece.target.is_cpu
                 and first.target.is_cpu
                 and piece.spread is first.spread is None
@@ -291,12 +291,16 @@ def _runs(pieces: Iterable[_Piece], most_bytes: int) -> Iterator[list[_Piece]]:
                 yield run
                 run = []
         run.append(piece)
+        end = piece_end
     if run:
         yield run
 
 
+# -- how a thread reads
+
+
 class _Filler:
-    """Fills runs of pieces on one thread, with a reader and, for a GPU, pinned buffers."""
+    """Fills tensors on one thread, with a reader and, for a GPU, pinned buffers."""
 
     def __init__(self, piece_bytes: int) -> None:
         self._reader = Reader(piece_bytes)
@@ -308,48 +312,48 @@ class _Filler:
             self._gpu.finish()
 
     @torch.no_grad()
-    def fill(self, run: Sequence[_Piece]) -> None:
-        first = run[0]
-        if len(run) == 1:
+    def fill(self, job: list[_Piece] | Fill) -> None:
+        if isinstance(job, Fill):
+            assert job.where.fill
+            job.where.fill(job.out)
+            return
+        first, last = job[0], job[-1]
+        if len(job) == 1:
             self._fill_one(first)
-        else:
-            content = self._reader.piece(first.file, first.offset, run[-1].end - first.offset)
-            start = address_of(content) - first.offset
-            for one in run:
-                if one.plain:
-                    size = one.end - one.offset
-                    ctypes.memmove(one.target.data_ptr(), start + one.offset, size)
-                else:
-                    part = content[one.offset - first.offset : one.end - first.offset]
-                    _convert(part, one.dtype, one.target)
+            return
+        size = last.offset + last.size - first.offset
+        content = self._reader.piece(first.file, first.offset, size)
+        start = address_of(content)
+        for one in job:
+            at, size = one.offset - first.offset, one.size
+            if one.is_plain:
+                ctypes.memmove(one.target.data_ptr(), start + at, size)
+            else:
+                _convert(content[at : at + size], one.dtype, one.target)
 
     def _fill_one(self, piece: _Piece) -> None:
-        file, dtype, target = piece.file, piece.dtype, piece.target
-        if piece.spread is not None:
-            where = piece.spread
+        file, dtype, offset, target, where = piece
+        if where is not None:
             flat = torch.empty(where.span, dtype=dtype)
-            self._reader.read(file, memory_of(flat), piece.offset)
+            self._reader.read(file, memory_of(flat), offset)
             target.copy_(flat.as_strided(where.shape, where.stride))
-        elif piece.plain:
-            self._reader.read(file, memory_of(target), piece.offset)
+        elif piece.is_plain:
+            self._reader.read(file, memory_of(target), offset)
         elif target.is_cuda:
             self._gpu = self._gpu or _GpuCopier(target.device, self._reader.piece_bytes)
             with self._gpu.copying_to(target) as pinned:
-                plain = pinned.dtype == dtype
-                self._fill_one(piece._replace(target=pinned, plain=plain))
+                self._fill_one(piece._replace(target=pinned))
         elif not target.is_cpu:
             values = torch.empty(target.shape, dtype=dtype)
-            self._fill_one(piece._replace(target=values, plain=True))
+            self._fill_one(piece._replace(target=values))
             target.copy_(values)
         elif not target.is_contiguous():
-            content = self._reader.piece(file, piece.offset, piece.end - piece.offset)
-            _convert(content, dtype, target)
+            _convert(self._reader.piece(file, offset, piece.size), dtype, target)
         else:
-            flat, count = target.view(-1), self._reader.piece_bytes // dtype.itemsize
-            for first in range(0, len(flat), count):
-                part = flat[first : first + count]
-                at, size = piece.offset + first * dtype.itemsize, len(part) * dtype.itemsize
-                _convert(self._reader.piece(file, at, size), dtype, part)
+            for part in target.view(-1).split(self._reader.piece_bytes // dtype.itemsize):
+                size = part.numel() * dtype.itemsize
+                _convert(self._reader.piece(file, offset, size), dtype, part)
+                offset += size
 
 
 def _convert(content: memoryview, dtype: torch.dtype, target: torch.Tensor) -> None:
@@ -385,19 +389,3 @@ class _GpuCopier:
     def finish(self) -> None:
         """Wait until all started copies are complete."""
         self._stream.synchronize()
-
-
-def dense_stride(where: Slice) -> tuple[int, ...]:
-    """Return the strides of a tensor in memory: the file's, if the tensor has no gaps in the file."""
-    return (
-        where.stride
-        if not where.parts and file_order(where) is not None
-        else row_major(where.shape)
-    )
-
-
-def empty(where: Slice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for a tensor, to be read into."""
-    count, offset = prod(where.shape), where.offset if dtype == where.dtype else 0
-    flat = allocate(count, dtype, device, offset)
-    return flat.as_strided(where.shape, dense_stride(where))

@@ -29,9 +29,9 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.stream import conversions, filling, formats
 from weighin.stream.bytes import Disk, allocate
-from weighin.stream.filling import Fill, empty
+from weighin.stream.filling import empty
 from weighin.stream.safetensors_files import DTYPES
-from weighin.stream.slices import Slice, are_equal
+from weighin.stream.slices import Fill, Slice, are_equal
 
 _CPU: Final = torch.device("cpu")
 _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}

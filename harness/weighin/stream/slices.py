@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 from math import prod
 from operator import mul
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from weighin.errors import CheckpointError
 from weighin.text import shown
@@ -125,6 +125,13 @@ class Slice:
     @property
     def contiguous(self) -> bool:
         return _is_row_major(self.shape, self.stride)
+
+
+class Fill(NamedTuple):
+    """A tensor to fill, of any dtype and on any device, and its source in a checkpoint."""
+
+    where: Slice
+    out: "torch.Tensor"
 
 
 @lru_cache
