@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from weighin.cell import FORWARD
 from weighin.child_process import Tail, module
@@ -19,9 +19,6 @@ from weighin.result import Outcome
 from weighin.stream.pretrained_library import library_of, module_of
 from weighin.text import one_line
 from weighin.worker.phases import BEFORE_LOAD, Marks, StrategyFailed, UseFailed, describe
-
-if TYPE_CHECKING:
-    import torch
 
 _KEPT_BYTES = 4096  # of a rank's standard error
 
@@ -41,10 +38,7 @@ def main() -> None:
     except Exception as error:
         marks.fail(Outcome.MEASUREMENT_FAILED, f"{BEFORE_LOAD}: {describe(error)}")
     try:
-        if job.cell.operation == "save":
-            worker.save()
-        else:
-            worker.check(worker.load())
+        worker.save() if job.cell.operation == "save" else worker.load()
     except BaseException as error:
         marks.fail(*classify(error, job.strategy_path))
     os._exit(0)  # skip the interpreter's shutdown, which takes time
@@ -56,14 +50,15 @@ class Worker:
     def __init__(self, marks: Marks) -> None:
         """Import torch and the model's code, create a CUDA context, report the memory before the load."""
         self.marks, self.job = marks, (job := marks.job)
+        cell = job.cell
         import_start_ns = time.monotonic_ns()
         with marks.phase("import"):
             import torch
         import_ns = time.monotonic_ns() - import_start_ns
         # Packages such as transformers import a module only when a class in it is first used.
-        if library := library_of(job.cell.model.builder):
+        if library := library_of(cell.model.builder):
             with marks.phase(f"import {library.name}"):
-                module_of(library.builder).import_class(job.cell.model.kwargs)
+                module_of(library.builder).import_class(cell.model.kwargs)
         with marks.phase("prepare"):
             from pathlib import Path
 
@@ -72,9 +67,8 @@ class Worker:
             from weighin.worker import loading
 
             sys.path[:0] = job.python_path
-            cell = job.cell
             builder = resolve_builder(cell.model.builder)
-            device = torch.device(cell.device)
+            device, dtype = torch.device(cell.device), getattr(torch, cell.dtype)
             if cell.needs_gpu:
                 from weighin.worker.cuda import CudaMemory
 
@@ -83,16 +77,10 @@ class Worker:
                     gpu = torch.device("cuda", job.rank % torch.cuda.device_count())
                 marks.cuda = CudaMemory(gpu, cell.vram_limit_bytes)
                 device = marks.cuda.device if device.type == "cuda" else device
-            dtype = getattr(torch, cell.dtype)
             self.inputs = loading.example_inputs(builder, cell.model.kwargs, dtype)
+            checkpoint = Path(job.checkpoint)
             self.argument = loading.WorkerLoad(
-                checkpoint=Path(job.checkpoint),
-                device=device,
-                dtype=dtype,
-                options=cell.options,
-                model=cell.model,
-                builder=builder,
-                marks=marks,
+                checkpoint, device, dtype, cell.options, cell.model, builder, marks
             )
             loading.settle_math()
             if cell.use:
@@ -109,17 +97,8 @@ class Worker:
                 loading.join_group(device)
             self.manifest = read_manifest(Path(job.manifest))
             if cell.cache == "warm":
-                loading.read_through(self.argument.checkpoint)
+                loading.read_through(checkpoint)
         marks.report_baseline(import_ns)
-
-    def load(self) -> "torch.nn.Module":
-        import torch
-
-        model = self._run_strategy(self.argument)
-        if not isinstance(model, torch.nn.Module):
-            kind = "None" if model is None else f"a {type(model).__name__}"
-            raise StrategyFailed(f"load() returned {kind}, not a torch.nn.Module")
-        return model
 
     def _run_strategy(self, argument: Any) -> Any:
         """Import the strategy and call it with ``argument``; the load time includes the import.
@@ -127,8 +106,6 @@ class Worker:
         Raises:
             StrategyFailed: the strategy raised an error.
         """
-        from pathlib import Path
-
         from weighin.worker.loading import import_strategy
 
         job, marks = self.job, self.marks
@@ -137,7 +114,7 @@ class Worker:
         marks.restart()
         start_ns = marks.clock_ns()
         try:
-            returned = import_strategy(Path(job.strategy_path), job.cell.operation)(argument)
+            returned = import_strategy(job.strategy_path, job.cell.operation)(argument)
             marks.refuse_open()
             if marks.cuda:
                 marks.cuda.synchronize()
@@ -158,8 +135,7 @@ class Worker:
 
         marks, cell = self.marks, self.job.cell
         target = Path(self.job.target)
-        argument = saving.WorkerSave(self.model, target, cell.format, cell.options, marks)
-        self._run_strategy(argument)
+        self._run_strategy(saving.WorkerSave(self.model, target, cell.format, cell.options, marks))
         if not saving.files_in(target):
             raise StrategyFailed("save() left no file in job.target")
         marks.restart()
@@ -173,16 +149,21 @@ class Worker:
             saving.check(target, self.manifest, self.argument.dtype)
         marks.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
 
-    def check(self, model: "torch.nn.Module") -> None:
-        """Read every byte of the model, compare the checksums with the checkpoint's, and use the model.
+    def load(self) -> None:
+        """Let the strategy load the model, read every byte of it, compare its checksums, and use it.
 
         Ranks read their own shards, and compare whole tensors only when all have done so.
         """
+        import torch
+
         from weighin.worker import verify
 
         job, marks, load = self.job, self.marks, self.argument
-        expected = [entry.name for entry in self.manifest.tensors]
-        tensors = verify.named_tensors(model, expected)
+        model = self._run_strategy(load)
+        if not isinstance(model, torch.nn.Module):
+            kind = "None" if model is None else f"a {type(model).__name__}"
+            raise StrategyFailed(f"load() returned {kind}, not a torch.nn.Module")
+        tensors = verify.named_tensors(model, [entry.name for entry in self.manifest.tensors])
         verify.check_structure(tensors, self.manifest, load.device, load.dtype)
         marks.restart()
         start_ns = time.monotonic_ns()
@@ -197,30 +178,24 @@ class Worker:
         if not job.rank:  # only rank 0 sends notes
             marks.send("told", notes=notes)
         del tensors  # would keep the old buffers alive while a use converts the model
-        marks.send("done", first_use_ns=self._use(model), marks_ns=marks.spent_ns)
-
-    def _use(self, model: "torch.nn.Module") -> int | None:
-        """Perform the cell's use, or run forward passes; return the time in ns, None without either."""
-        from weighin.worker import verify
-
-        marks, cell = self.marks, self.job.cell
-        inputs = self.inputs and self.inputs.to(self.argument.device)
-        start_ns = marks.clock_ns()
-        if cell.use:
+        inputs = self.inputs and self.inputs.to(load.device)
+        start_ns, used_ns = marks.clock_ns(), None
+        if job.cell.use:
             from weighin.worker import uses
 
-            marks.send("told", **uses.perform(model, self.job, inputs, marks))
-        elif inputs and cell.passes:
-            for _ in range(cell.passes):
+            marks.send("told", **uses.perform(model, job, inputs, marks))
+        elif inputs:
+            for _ in range(job.cell.passes):
                 with marks.phase(FORWARD):
                     verify.check_forward(model, inputs)
-        else:
-            return None
-        return marks.clock_ns() - start_ns
+        if job.cell.use or (inputs and job.cell.passes):
+            used_ns = marks.clock_ns() - start_ns
+        marks.send("done", first_use_ns=used_ns, marks_ns=marks.spent_ns)
 
 
 def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
     """Return the outcome and the message of an error in a load, a save, its verification or a use."""
+    from weighin.worker.cuda import is_out_of_memory
     from weighin.worker.verify import WrongWeights
 
     if isinstance(error, WrongWeights):
@@ -229,8 +204,6 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
         return Outcome.STRATEGY_FAILED, str(error)
     cause = error.__cause__ if isinstance(error, StrategyFailed | UseFailed) else error
     assert cause is not None
-    from weighin.worker.cuda import is_out_of_memory
-
     of_gpu: BaseException | None = cause
     while of_gpu and not is_out_of_memory(of_gpu):
         of_gpu = of_gpu.__cause__  # a library's error may have been put into words

@@ -23,11 +23,8 @@ _KINDS: Final = ("requested", "allocated", "reserved")
 class CudaMemory:
     """The memory of one CUDA device, as counted by this process's allocator.
 
-    The constructor creates the CUDA context before the load, so that the context's memory does not
-    count as memory of the load.
-
-    Raises:
-        ValueError: ``limit_bytes`` is more than the device's memory.
+    The constructor creates the CUDA context, so that it is no memory of the load. A ``limit_bytes`` above
+    the device's memory raises ValueError.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
@@ -61,9 +58,7 @@ class CudaMemory:
         return found | {"peak_pinned_bytes": _pinned_peak()}
 
     def take_timeline(self) -> list[tuple[int, int, int]]:
-        """Return the samples since the last call: (t_ns, allocated bytes, bytes that are in use by
-        the driver's count).
-        """
+        """Return the samples since the last call: (t_ns, allocated bytes, bytes in use for the driver)."""
         samples, self._timeline = self._timeline, []
         return samples
 
@@ -105,17 +100,13 @@ class CudaMemory:
         return warnings
 
     def notes_at_end(self) -> list[str]:
-        """Return a warning for each other GPU whose memory the process used: no figure includes it."""
-        peaks = {
-            index: torch.cuda.max_memory_allocated(index)
-            for index in range(torch.cuda.device_count())
-            if index != self.device.index
-        }
+        """Return a warning for each other GPU whose memory the process used."""
+        peaks = map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
         return [
             f"the load also allocated {format_bytes(peak)} on cuda:{index}, which no figure includes:"
             f" all figures are of {self.device}"
-            for index, peak in peaks.items()
-            if peak
+            for index, peak in enumerate(peaks)
+            if peak and index != self.device.index
         ]
 
     def _limit(self, limit_bytes: int) -> None:

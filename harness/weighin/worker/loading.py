@@ -64,9 +64,9 @@ class WorkerLoad:
         return self.marks.phase(named_by_strategy(name))  # type: ignore[no-any-return]
 
 
-def import_strategy(path: Path, name: str = "load") -> Callable[[Any], Any]:
+def import_strategy(path: Path | str, name: str = "load") -> Callable[[Any], Any]:
     """Import a strategy's or use's file, and return its function ``name``: "load", "save" or "use"."""
-    spec = spec_from_file_location(f"weighin_strategy_{path.stem}", path)
+    spec = spec_from_file_location(f"weighin_strategy_{Path(path).stem}", path)
     assert spec and spec.loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -81,16 +81,15 @@ class Inputs:
     positional: tuple[Any, ...] = ()
     keywords: dict[str, Any] = field(default_factory=dict)
 
-    def to(
-        self, device: torch.device | None = None, floating: torch.dtype | None = None
-    ) -> "Inputs":
-        """Return the inputs on a device, and with floating-point tensors of the dtype ``floating``."""
+    def to(self, device: torch.device) -> "Inputs":
+        return self._mapped(lambda tensor: tensor.to(device))
 
-        def changed(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device=device, dtype=floating if tensor.is_floating_point() else None)
+    def of(self, dtype: torch.dtype) -> "Inputs":
+        """Return the inputs with floating-point tensors of ``dtype``."""
+        return self._mapped(lambda one: one.to(dtype) if one.is_floating_point() else one)
 
-        arguments = (self.positional, self.keywords)
-        return Inputs(*tree_map_only(torch.Tensor, changed, arguments))
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
+        return Inputs(*tree_map_only(torch.Tensor, change, (self.positional, self.keywords)))
 
 
 def example_inputs(
@@ -108,8 +107,8 @@ def example_inputs(
     if not arguments:
         return None
     if isinstance(arguments, Mapping):
-        return Inputs(keywords=dict(arguments)).to(floating=dtype)
-    return Inputs(tuple(arguments)).to(floating=dtype)
+        return Inputs(keywords=dict(arguments)).of(dtype)
+    return Inputs(tuple(arguments)).of(dtype)
 
 
 def settle_math() -> None:

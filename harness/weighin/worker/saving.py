@@ -43,7 +43,6 @@ class WorkerSave:
 
 
 def load_model(job: Load) -> torch.nn.Module:
-    """Load the model that is to be saved, then drop the checkpoint's files from the page cache."""
     if job.folder:
         from weighin.stream.hugging_face import load_pretrained  # few saves need it
 
@@ -55,7 +54,6 @@ def load_model(job: Load) -> torch.nn.Module:
 
 
 def sync(target: Path) -> None:
-    """Call fsync on ``target``, and on every file and folder below it."""
     for file in files_in(target):
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -29,7 +29,7 @@ _NUMBER_BYTES: Final = 8
 
 
 class Done(NamedTuple):
-    """The result of a use: an object to keep alive until the phase ends, and facts for the record."""
+    """The result of a use: ``kept`` stays alive until the phase ends, the rest goes into the record."""
 
     kept: object = None
     gradients: str = ""
@@ -51,11 +51,7 @@ def prepare(use: str) -> None:
 def perform(
     model: torch.nn.Module, job: Job, inputs: Inputs | None, marks: Marks
 ) -> dict[str, Any]:
-    """Run the cell's use in a phase of its own, and return what to tell of it.
-
-    Raises:
-        UseFailed: the use raised an error.
-    """
+    """Run the cell's use in a phase of its own, and return what to tell of it; raise UseFailed."""
     use = job.cell.use
     with marks.phase(phase_of(use)):
         try:
@@ -66,14 +62,12 @@ def perform(
 
 
 def function_of(job: Job) -> Function:
-    """Return the function of the cell's use; for a user's use, a call of it imports the user's file."""
     if job.use_path:
-        return lambda model, *_: Done(import_strategy(Path(job.use_path), "use")(model))
+        return lambda model, *_: Done(import_strategy(job.use_path, "use")(model))
     return FUNCTIONS[job.cell.use]
 
 
 def write(model: torch.nn.Module) -> Done:
-    """Overwrite every parameter and buffer in place."""
     # torch refuses in-place writes to a leaf that requires a gradient, unless autograd is off.
     with torch.inference_mode():
         for tensor in named_tensors(model).values():
@@ -82,7 +76,6 @@ def write(model: torch.nn.Module) -> Done:
 
 
 def train(use: str, model: torch.nn.Module, inputs: Inputs | None) -> Done:
-    """Take one step of the optimizer ``use``, with a gradient for every floating-point parameter."""
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
     if not weights:
         raise ValueError(
@@ -101,9 +94,7 @@ def train(use: str, model: torch.nn.Module, inputs: Inputs | None) -> Done:
 
 
 def _backward(model: torch.nn.Module, inputs: Inputs) -> bool:
-    """Run a forward and a backward pass, and free the outputs; return False if no output depends on
-    a parameter.
-    """
+    """Run a forward and a backward pass; return False if no output depends on a parameter."""
     model.eval()  # dropout would allocate masks, and batch norm fails for a batch of one
     outputs = list(tensors_in(model(*inputs.positional, **inputs.keywords)))
     sums = [tensor.sum() for tensor in outputs if tensor.requires_grad]
@@ -112,10 +103,10 @@ def _backward(model: torch.nn.Module, inputs: Inputs) -> bool:
 
 
 def _optimizer(use: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]]
-    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    kind: Callable[..., torch.optim.Optimizer]
+    kind = torch.optim.SGD if use == "sgd" else torch.optim.AdamW
     # With foreach, a step needs temporary tensors as large as the whole model.
-    return kinds[use](weights, lr=_RATE, foreach=False)
+    return kind(weights, lr=_RATE, foreach=False)
 
 
 def _save(model: torch.nn.Module, _: Inputs | None, folder: Path) -> Done:
@@ -128,10 +119,8 @@ def in_forks(function: Callable[[], object]) -> Done:
     """Run a function in forked processes at once, and read the private dirty memory of each.
 
     This is the memory that a process copied because it wrote to it: its resident set size includes
-    the pages that it shares with its parent. All live until the last one has run the function.
-
-    Raises:
-        RuntimeError: a process ended before the function did.
+    the pages that it shares with its parent. All live until the last one has run the function. A
+    process that ends before that raises RuntimeError.
     """
     until, end = os.pipe()  # all processes end when ``end`` is closed
     answers: dict[int, int] = {}

@@ -32,10 +32,7 @@ def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[st
 
 
 def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Read every byte of every tensor, and return the checksums; read tied tensors only once.
-
-    Of a sharded tensor, only this process's shard is read.
-    """
+    """Read every byte of every tensor, or of this process's shard of it, and return the checksums."""
     once = {identity(tensor): local(tensor) for tensor in tensors.values()}
     threads = torch.get_num_threads()
     # One thread for each tensor: torch's own threads would synchronise after every 4 MiB.
@@ -49,7 +46,6 @@ def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a tensor that is sharded over ranks, or the tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -60,10 +56,7 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def checksums_of_sharded(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the checksum of each tensor that is sharded over the ranks, gathered one after the other.
-
-    All ranks must call this function with the same names, because gathering a tensor needs all.
-    """
+    """Return the checksums of the tensors that are sharded over the ranks, all of which must call this."""
     return {
         name: checksum(tensor.full_tensor())
         for name, tensor in tensors.items()
@@ -91,12 +84,8 @@ def check_structure(
     for kind in sorted(set(wanted.values())):
         others = [n for n, t in tensors.items() if wanted[n] == kind != dtype_name(t.dtype)]
         complain(f"not of dtype {kind}", others)
-    untied = [
-        entry.name
-        for entry in manifest.tensors
-        if entry.shared_with
-        and identity(tensors[entry.name]) != identity(tensors[entry.shared_with])
-    ]
+    shared = {name: entry.shared_with for name, entry in expected.items() if entry.shared_with}
+    untied = [n for n, one in shared.items() if identity(tensors[n]) != identity(tensors[one])]
     complain("no longer tied to the tensor that they share", untied)
 
 
@@ -140,8 +129,7 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
 
 def complain(what: str, names: Iterable[str]) -> None:
     """Raise WrongWeights with the text ``what`` and the tensors' ``names``, if there are names."""
-    faulty = sorted(names)
-    if faulty:
+    if faulty := sorted(names):
         plural = "s" * (len(faulty) > 1)
         raise WrongWeights(f"{len(faulty)} tensor{plural} {what}: {first_names(faulty)}")
 
