@@ -129,7 +129,11 @@ def load_streaming(
             device, and the checkpoint has no values for this tensor.
     """
     path, selection = Path(checkpoint), Selection(key, strip_prefix)
-    device = torch.empty(0, device=device).device  # as tensors report it: cuda:0, cpu
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # as tensors report it
+    elif device.type == "cpu":
+        device = torch.device("cpu")
     slices = formats.read(path, selection)
     if dtype is not None:
         check_converts(path, slices, "leave dtype out")
