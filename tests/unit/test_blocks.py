@@ -46,7 +46,7 @@ def watch():
         time.sleep(0.001)
 
 thread = threading.Thread(target=watch, daemon=True); thread.start()
-load_streaming(model, sys.argv[1])
+load_streaming(model, sys.argv[1], dtype=getattr(torch, sys.argv[2]))
 ended = True
 thread.join()
 print(max(peak, anonymous()) - start)  # the last look may precede the last pages
@@ -197,16 +197,17 @@ def test_a_file_of_blocks_that_ends_too_early_is_named_before_anything_is_read(
     assert torch.equal(model.linear.weight, before)
 
 
+@pytest.mark.parametrize(("dtype", "mib"), [("float32", 128), ("bfloat16", 64)])
 @pytest.mark.parametrize("cut", [tiles(3), tiles(1, 3)], ids=["rows", "columns"])
 def test_blocks_take_no_more_memory_than_the_model(
-    tmp_path: Path, cut: Cut, torch_fork_server: ForkServer
+    tmp_path: Path, cut: Cut, dtype: str, mib: int, torch_fork_server: ForkServer
 ) -> None:
     state = {"weight": torch.zeros(8192, 4096)}  # 128 MiB
     path = write(tmp_path / "split", state, cut)
-    done = torch_fork_server.run(PEAK_SOURCE, path)
+    done = torch_fork_server.run(PEAK_SOURCE, path, dtype)
     assert done.returncode == 0, done.stderr
     # The load also gives the kernel some MiB of the heap that the imports before it had left.
-    assert 120 * MIB < int(done.stdout) < 128 * 1.005 * MIB + 16 * MIB
+    assert (mib - 8) * MIB < int(done.stdout) < mib * 1.01 * MIB + 16 * MIB
 
 
 @pytest.mark.parametrize(("offset", "lead"), [(0, 0), (4096 + 72, 64), (8192, 0), (74, 64)])

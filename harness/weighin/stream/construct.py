@@ -358,13 +358,8 @@ class WriteLog(TorchDispatchMode):
     ) -> None:
         self._promised.pop(storage_key(target), None)
         aliases: dict[int, torch.Tensor] = {}
-
-        def aliased(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return aliases.setdefault(id(value), value.detach())
-            return type(value)(map(aliased, value)) if isinstance(value, list | tuple) else value
-
-        call = func, aliased(args), {name: aliased(value) for name, value in kwargs.items()}
+        named = {name: _aliased(value, aliases) for name, value in kwargs.items()}
+        call = func, _aliased(args, aliases), named
         write = _Write(aliases[id(target)], tuple(aliases.values()), call, random=random)
         if random:
             state = torch.get_rng_state()
@@ -428,6 +423,18 @@ def _kind_of(func: Any) -> _Kind:
         random=torch.Tag.nondeterministic_seeded in func.tags,
         written=writes[0] if waits and name not in _RESIZES else None,
     )
+
+
+def _aliased(value: Any, aliases: dict[int, torch.Tensor]) -> Any:
+    """Return ``value`` with each tensor replaced by a second tensor object for the same memory.
+
+    No closure of ``_record``: one that calls itself would keep ``aliases`` while no garbage is collected.
+    """
+    if isinstance(value, torch.Tensor):
+        return aliases.setdefault(id(value), value.detach())
+    if isinstance(value, list | tuple):
+        return type(value)([_aliased(one, aliases) for one in value])
+    return value
 
 
 def _fits(tensor: torch.Tensor, target: torch.Tensor) -> bool:
