@@ -129,6 +129,18 @@ def test_what_is_no_metadata_is_refused_in_little_memory(ours: Path, text: bytes
         formats.read(ours)
 
 
+def test_a_path_in_the_metadata_that_takes_for_ever_to_print_is_not_printed(ours: Path) -> None:
+    nested: object = "a"
+    for _ in range(100):
+        nested = (nested, nested)
+
+    def harm(metadata: Metadata) -> None:
+        metadata.planner_data = {"b": (nested, "b")}
+
+    change(ours, harm)
+    assert len(formats.read(ours)) == 5
+
+
 GRID = torch.arange(70.0).reshape(10, 7)
 TILES = {  # where each block begins: rows halved, and the lower half cut in two
     "b": ((0, 0), GRID[:5]),

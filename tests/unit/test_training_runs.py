@@ -212,6 +212,28 @@ def test_a_selected_part_is_loaded_in_a_format_that_weighin_writes(
         formats.known("deepsped")
 
 
+def endless() -> object:
+    """Return a pair of pairs of pairs ...: 2**100 of them."""
+    nested: object = "a"
+    for _ in range(100):
+        nested = (nested, nested)
+    return nested
+
+
+def test_values_that_take_for_ever_to_hash_or_compare_are_passed_over(
+    tmp_path: Path, model: Model
+) -> None:
+    step = write_zero(tmp_path / "run", model, 2, 2)
+    states = torch.load(step / FIRST, weights_only=False)
+    torch.save(states | {"buffer_names": [endless()]}, step / FIRST)
+    assert tensors(step)
+    file = step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    state = {"single_partition_of_fp32_groups": [torch.ones(2)]}
+    counts = {"partition_count": [endless(), endless()]}
+    torch.save({"optimizer_state_dict": state | counts}, file)
+    assert "holds no optimizer states of DeepSpeed" in refusal(step)
+
+
 WRITERS: dict[str, Callable[[Path, Model], Path]] = {
     "zero 2": lambda run, model: write_zero(run, model, 2, 2, 4),
     "zero 3": lambda run, model: write_zero(run, model, 3, 2),

@@ -157,7 +157,8 @@ class _ModelStates:
             self._frozen = _shapes(value.get("frozen_param_shapes") or {})
             shares = (value.get("frozen_param_fragments") or {}).items()
             self._shares = {name: pickled.slice(name, share) for name, share in shares}
-            self._buffers = set(value.get("buffer_names") or ())
+            buffers = value.get("buffer_names") or ()  # to hash another value may take for ever
+            self._buffers = {name for name in buffers if isinstance(name, str)}
             shared = (value.get("shared_params") or {}).items()
             self._shared = {new: old for new, old in shared if isinstance(old, str)}
 
@@ -168,13 +169,12 @@ class _ModelStates:
         files = _by_rank(self.file.parent, _RANK + re.escape(re.sub(_RANK, "", self.file.name)))
         _check_complete(files, ranks)
         every = [_ModelStates(file) for _, file in sorted(files.items())]
+        stored: dict[str, Slice] = {}
         with _reading(self.file.parent, f"shares of {first_names(self._frozen)} in each rank"):
-            return {
-                name: _laid_out(self.file, {name: shape}, [[one._shares[name]] for one in every])[
-                    name
-                ]
-                for name, shape in self._frozen.items()
-            }
+            for name, shape in self._frozen.items():
+                rows = [[one._shares[name]] for one in every]
+                stored |= _laid_out(self.file, {name: shape}, rows)
+        return stored
 
     def checkpoint(self, stored: Mapping[str, Slice], *, fallback: bool = True) -> Checkpoint:
         """Return all tensors of the model, in order: those with values in other files, and the rest
@@ -213,7 +213,8 @@ class _Share:
             flats = [state[key]] if isinstance(state[key], Slice) else state[key]
             self.flats = [pickled.slice(f"{key}.{n}", flat) for n, flat in enumerate(flats)]
             count = state["partition_count"]  # a list has a number for each group of parameters
-            self.ranks = max(count) if isinstance(count, list) else count
+            counts = count if isinstance(count, list) else [count]
+            self.ranks = max(one for one in counts if type(one) is int)
             # Of each parameter, since DeepSpeed 0.19.
             self.paddings = state.get("param_alignment_paddings") or [()] * len(self.flats)
 
