@@ -113,7 +113,7 @@ def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "empty.pt")
     with pytest.raises(CheckpointError) as caught:
         convert(tmp_path / "empty.pt", tmp_path / "new", "dcp")
-    assert caught.value.message == f"{tmp_path}/empty.pt: holds no tensors"
+    assert caught.value.message == f"{tmp_path}/empty.pt: no tensors in it"
     assert not (tmp_path / "new").exists()
 
 

@@ -192,10 +192,6 @@ class Conversion:
         from weighin.checkpoint import reader
 
         slices = formats.read(self.source, self.selection)
-        if not slices:
-            raise CheckpointError(
-                f"{self.source}: holds no tensors", "convert the checkpoint of a model with weights"
-            )
         formats.refuse_empty(self.source, slices)
         found = in_checkpoint(self.source, slices)
         if self.dtype:

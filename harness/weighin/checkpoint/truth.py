@@ -106,11 +106,6 @@ def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Des
     build = resolve_builder(builder)
     model = build_skeleton(build, spec.kwargs, dtype=dtype)
     own = named_tensors(model)
-    if lazy := [name for name, each in own.items() if torch.nn.parameter.is_lazy(each)]:
-        raise ConfigError(
-            f"builder {builder}: the shape of {lazy[0]!r} is not known yet, because its module is lazy",
-            "run the model once in the builder, or give the lazy layers their sizes",
-        )
     for name, value in model.state_dict(keep_vars=True).items():
         if value is not own.get(name):
             raise ConfigError(
@@ -265,11 +260,6 @@ def index(
     refuse_codes(checkpoint, slices, [*described])
     places = {where.name: where for where in slices}
     _check_fits(checkpoint, spec.name, places, described)
-    if converts and not slices:
-        raise CheckpointError(
-            f"{checkpoint}: holds no tensors, but the format {fmt} needs some",
-            f"load the checkpoint in its own format: --format {slices.format}",
-        )
     permit(sum(RECORD_BYTES + one.nbytes for one in slices) if converts else 0)
     for name, place in places.items():
         described[name] = replace(described[name], dtype=place.dtype, place=place.place)

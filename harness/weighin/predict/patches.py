@@ -243,11 +243,13 @@ class Devices(TorchFunctionMode):
         self._own: dict[Any, Callable[..., Any]] = {
             torch.Tensor.device.__get__: self._device,
             torch.Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
-            torch.Tensor.is_cpu.__get__: self._is_cpu,  # type: ignore[attr-defined]
-            torch.Tensor.get_device: self._get_device,
+            torch.Tensor.is_cpu.__get__: lambda one: self._device(one).type == "cpu",  # type: ignore[attr-defined]
+            torch.Tensor.get_device: lambda one: 0 if self._is_cuda(one) else -1,
             torch.Tensor.to: self._to,
-            torch.Tensor.cuda: self._cuda,
-            torch.Tensor.cpu: self._cpu,
+            torch.Tensor.cuda: lambda one, device=None, *_, **__: self._to(
+                one, _CUDA if device is None else device
+            ),
+            torch.Tensor.cpu: lambda one, *_, **__: self._to(one, torch.device("cpu")),
             torch.Tensor.pin_memory: self._pin_memory,
             torch._C._nn._parse_to: self._parsed,  # Module.to() calls it, and it creates no tensor
         }
@@ -273,18 +275,6 @@ class Devices(TorchFunctionMode):
 
     def _is_cuda(self, tensor: torch.Tensor) -> bool:
         return self._ledger.place_of(tensor) == "cuda"
-
-    def _is_cpu(self, tensor: torch.Tensor) -> bool:
-        return not tensor.is_meta and not self._is_cuda(tensor)
-
-    def _get_device(self, tensor: torch.Tensor) -> int:
-        return 0 if self._is_cuda(tensor) else -1
-
-    def _cuda(self, tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
-        return self._to(tensor, _CUDA if device is None else device)
-
-    def _cpu(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return self._to(tensor, torch.device("cpu"))
 
     def _pin_memory(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
         """Copy a tensor into page-locked memory, which torch's host allocator never releases."""
