@@ -22,7 +22,6 @@ from transformers.utils import logging  # isort: skip
 utils: Any = modeling_utils  # it does not export what a load replaces
 
 REPLACED: dict[str, tuple[Any, str]] = {
-    "torch.load": (torch, "load"),
     "safe_open": (utils, "safe_open"),
     "load_state_dict": (utils, "load_state_dict"),
     "maybe_load_adapters": (utils, "maybe_load_adapters"),

@@ -7,14 +7,12 @@ renamed gets its memory at once, and its values, together with all others, when 
 placed the last one. A tensor that transformers' operations convert is read when they ask for it;
 ``conversions`` fills the results of some operations piece by piece.
 
-The replaced names, all private to transformers except ``torch.load``, are those in ``_install``. Other
-threads, and this thread after the load, call the original functions. A file that weighin cannot read
-is left to the original function, too.
+The replaced names, all private to transformers, are those in ``_install``. Other threads, and this
+thread after the load, call the original functions, which also read a file that weighin cannot read.
 """
 
 import ctypes
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -184,16 +182,6 @@ def _load_state_dict(
     return load.lazy(slices)
 
 
-def _torch_load(
-    _load: Load, real: Any, f: Any, map_location: Any = None, *args: Any, **more: Any
-) -> Any:
-    """Map a .bin file that another library reads, where torch can."""
-    maps = isinstance(f, str | Path) and str(map_location) == "cpu" and not args
-    if maps and zipfile.is_zipfile(f):
-        more = {"mmap": True} | more
-    return real(f, map_location, *args, **more)
-
-
 def _load_gguf_checkpoint(load: Load, real: Any, path: Any, *args: Any, **more: Any) -> Any:
     model = more.get("model_to_load")
     if not more.get("return_tensors") or model is None:
@@ -290,7 +278,6 @@ def _install() -> None:
     _replaced.callback(torch.set_rng_state, torch.get_rng_state())
     _set_threshold(_FREED_BYTES)
     _replaced.callback(_set_threshold, _USUAL_BYTES)
-    _put(torch, "load", _torch_load)
     try:
         from transformers import core_model_loading as core
         from transformers import modeling_gguf_pytorch_utils as of_gguf
