@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from math import prod
 from pathlib import Path
-from threading import Lock, local
+from threading import RLock, local
 from typing import Any, Final
 
 import torch
@@ -39,9 +39,9 @@ _FREED_BYTES: Final = 1024**2
 _USUAL_BYTES: Final = 32 * 1024**2
 
 _here = local()  # .load: the Load that runs in this thread
-_active: set["Load"] = set()
-_replaced: Final = ExitStack()  # puts back what the first active load has replaced
-_lock: Final = Lock()
+_lock: Final = (
+    RLock()
+)  # for one load at a time: from_pretrained itself replaces functions meanwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,8 +256,8 @@ def _are_same(one: Slice, other: Slice) -> bool:
     return alike and one.contiguous and other.contiguous and are_equal(one, other)
 
 
-def _put(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Replace a function for the threads that load; a version that lacks the function stays as it is."""
+def _put(replaced: ExitStack, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Replace a function for the thread that loads; a version that lacks the function stays as it is."""
     real = vars(owner).get(name)
     if real is None:
         return
@@ -267,17 +267,16 @@ def _put(owner: Any, name: str, ours: Callable[..., Any]) -> None:
         load = getattr(_here, "load", None)
         return ours(load, real, *args, **more) if load else real(*args, **more)
 
-    _replaced.callback(setattr, owner, name, real)
+    replaced.callback(setattr, owner, name, real)
     setattr(owner, name, either)
 
 
-def _install() -> None:
-    # These are the whole process's, so that the first load sets them, and the last one puts them back.
-    _replaced.enter_context(warnings.catch_warnings())
+def _install(replaced: ExitStack) -> None:
+    replaced.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
-    _replaced.callback(torch.set_rng_state, torch.get_rng_state())
+    replaced.callback(torch.set_rng_state, torch.get_rng_state())
     _set_threshold(_FREED_BYTES)
-    _replaced.callback(_set_threshold, _USUAL_BYTES)
+    replaced.callback(_set_threshold, _USUAL_BYTES)
     try:
         from transformers import core_model_loading as core
         from transformers import modeling_gguf_pytorch_utils as of_gguf
@@ -286,46 +285,39 @@ def _install() -> None:
     except ImportError:  # diffusers works without transformers
         return
     logging: Any = its_logging
-    _replaced.callback(logging.set_verbosity, logging.get_verbosity())
+    replaced.callback(logging.set_verbosity, logging.get_verbosity())
     if logging.is_progress_bar_enabled():
-        _replaced.callback(logging.enable_progress_bar)
+        replaced.callback(logging.enable_progress_bar)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    _put(utils, "safe_open", _safe_open)
-    _put(utils, "load_state_dict", _load_state_dict)
-    _put(utils, "maybe_load_adapters", _maybe_load_adapters)
-    _put(utils, "convert_and_load_state_dict_in_model", _convert_and_load)
-    _put(core, "spawn_materialize", _spawn_materialize)
-    _put(core.WeightRenaming, "convert", _rename)
-    _put(core.WeightConverter, "convert", _convert)
-    _put(of_gguf, "load_gguf_checkpoint", _load_gguf_checkpoint)
+    _put(replaced, utils, "safe_open", _safe_open)
+    _put(replaced, utils, "load_state_dict", _load_state_dict)
+    _put(replaced, utils, "maybe_load_adapters", _maybe_load_adapters)
+    _put(replaced, utils, "convert_and_load_state_dict_in_model", _convert_and_load)
+    _put(replaced, core, "spawn_materialize", _spawn_materialize)
+    _put(replaced, core.WeightRenaming, "convert", _rename)
+    _put(replaced, core.WeightConverter, "convert", _convert)
+    _put(replaced, of_gguf, "load_gguf_checkpoint", _load_gguf_checkpoint)
 
 
 @contextmanager
 def reading(load: Load) -> Iterator[None]:
     """Let transformers read by this module, in this thread, until the context ends.
 
-    Until then, warnings and transformers' log are silent in the whole process, and at the end torch's
-    random numbers go on as if there had been no load.
+    Until then, other loads wait, and warnings and transformers' log are silent in the whole process. At
+    the end, torch's random numbers go on as if there had been no load.
 
     glibc returns freed memory of 1 MiB or more to the kernel meanwhile, as the conversions of
     transformers free much. At the end its threshold is 32 MiB, where glibc's own adjustment ends,
     because glibc has no function to restore it.
     """
     before = getattr(_here, "load", None)
-    try:
-        with _lock:
-            if not _active:
-                _install()
-            _active.add(load)
+    with _lock, ExitStack() as replaced:
+        if before is None:
+            _install(replaced)
+        replaced.callback(setattr, _here, "load", before)
         _here.load = load
         yield
-    finally:
-        _here.load = before
-        with _lock:
-            _active.discard(load)
-            if not _active:
-                _replaced.close()
 
 
 def _set_threshold(size: int) -> None:

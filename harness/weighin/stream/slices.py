@@ -271,13 +271,8 @@ class Footprint:
     """The sizes of a checkpoint in bytes.
 
     ``torch.save`` writes the whole storage of each tensor, and ``torch.load`` reads it; a model has
-    memory only for the elements. The storage of a view has more bytes than the view, and that of an
-    expanded tensor fewer.
-
-    Attributes:
-        tensor_bytes: the size of all tensors' elements; tied tensors count once.
-        used_bytes: the part of ``storage_bytes`` that belongs to at least one tensor.
-        repeated: the names of the expanded tensors.
+    memory only for the elements (``tensor_bytes``, where tied tensors count once). The storage of a
+    view has more bytes than the view, and that of an expanded (``repeated``) tensor fewer.
     """
 
     tensor_bytes: int
@@ -292,10 +287,8 @@ class Footprint:
 
 def footprint(slices: Sequence[Slice]) -> Footprint:
     tied, repeated = ties(slices), []
-    storages: dict[tuple[Path, int], int] = {}
-    spans: dict[
-        tuple[Path, int], list[tuple[int, int]]
-    ] = {}  # the first and last byte of each tensor
+    storages: dict[object, int] = {}  # the size of each
+    spans: dict[object, list[tuple[int, int]]] = {}  # from where to where tensors lie in it
     for one in chain.from_iterable(one.parts or [one] for one in slices):
         reach = one.span * ITEM_BYTES[one.dtype_name]
         if one.storage_bytes:
@@ -324,8 +317,6 @@ def pack(slices: Sequence[Slice]) -> str:
     import json
     import zlib
 
-    if not slices:
-        raise CheckpointError("the checkpoint has no tensors", "use a checkpoint with weights")
     kinds: dict[tuple[str, tuple[int, ...]], int] = {}
     kind_of = [kinds.setdefault((one.dtype_name, one.shape), len(kinds)) for one in slices]
     names, tied = [one.name for one in slices], ties(slices)
