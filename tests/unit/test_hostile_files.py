@@ -234,6 +234,14 @@ def test_a_pickle_cannot_take_much_time_or_memory(tmp_path: Path, instructions: 
     assert peak_bytes < path.stat().st_size + 64 * MIB
 
 
+def test_a_version_that_is_too_deep_to_print_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    magic, deep = MAGIC.partition(b"\x80\x02M")[0], b"]" * 100_000 + b"a" * 99_999
+    path.write_bytes(magic + pickled(deep) + pickle.dumps({}, 2))
+    with pytest.raises(CheckpointError, match="of another version than 1001"):
+        formats.read(path)
+
+
 def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["dcp"] / ".metadata"
     sound = path.read_bytes()

@@ -41,7 +41,9 @@ def now() -> dict[str, Any]:
     """Return all that a load changes in the process."""
     functions = {name: vars(owner)[attribute] for name, (owner, attribute) in REPLACED.items()}
     settings = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    functions["tie_weights"] = utils.PreTrainedModel.tie_weights  # which a load of the library replaces
+    functions["tie_weights"] = (
+        utils.PreTrainedModel.tie_weights
+    )  # which a load of the library replaces
     return functions | {"logging": settings, "threads": torch.get_num_threads()}
 
 
