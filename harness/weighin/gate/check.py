@@ -188,29 +188,28 @@ def check(
             'give a baseline file, a budget or both: --baseline FILE, --budget "peak_rss <= 8GiB"',
         )
     rules = (baseline.rules if baseline else Rules()).typed(**typed).only(metrics)
-    if not partial:
-        result = evaluate(baseline, rules, measured.environment, measured.series)
-        missing = (
-            f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
-            for run, covered in measured.incomplete.items()
+    if partial:  # what concerns only planned cells that have no record is left out
+        planned = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
+        left = planned - measured.series.keys()
+        budgets = tuple(
+            budget
+            for budget in rules.budgets
+            if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
         )
-        failing = (Line(LineVerdict.MISSING, "run", "cells", text) for text in missing)
-        return replace(result, lines=(*failing, *result.lines))
-    # What concerns only planned cells that have no record is left out.
-    planned = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
-    left = planned - measured.series.keys()
-    kept = tuple(
-        budget
-        for budget in rules.budgets
-        if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
-    )
-    if baseline:
-        series = {name: one for name, one in baseline.series.items() if name not in left}
-        baseline = replace(baseline, series=series)
-    rules = replace(rules, budgets=kept)
+        rules = replace(rules, budgets=budgets)
+        if baseline:
+            series = {name: one for name, one in baseline.series.items() if name not in left}
+            baseline = replace(baseline, series=series)
     result = evaluate(baseline, rules, measured.environment, measured.series)
-    parts = (f"{run}: {covered}" for run, covered in measured.incomplete.items())
-    return replace(result, notes=(*result.notes, *parts))
+    failing = []
+    for run, covered in measured.incomplete.items():
+        text = f"{run}: {covered}"
+        if partial:
+            result = replace(result, notes=(*result.notes, text))
+        else:
+            text += f"; {covered.again} measures the rest, --partial judges only this part"
+            failing.append(Line(LineVerdict.MISSING, "run", "cells", text))
+    return replace(result, lines=(*failing, *result.lines))
 
 
 def update(

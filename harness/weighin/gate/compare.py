@@ -309,21 +309,20 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
             "leave --series out to see the names of all series",
         )
     series.sort(key=lambda one: (-len(one["steps"] + one["outcome_changes"]), one["series"]))
-    moved = {}
+    moved, about = dict[str, list[str]](), []
     for before, after in pairwise(runs):
         found = differences(before.environment, after.environment, {})
         if texts := [str(one) for one in found if one.was is not None and one.now is not None]:
             moved[after.name] = texts
-    return History(chosen, [_about(run) for run in runs], series, moved, warnings)
-
-
-def _about(run: Group) -> dict[str, str]:
-    settings = run.environment
-    commit = str(settings.get("git_commit") or "")[: _COMMIT_LENGTH - 1]
-    if commit and settings.get("git_dirty"):
-        commit += "+"
-    torch = str(settings.get("torch") or "")
-    return {"run": run.name, "started_at": run.started_at, "commit": commit, "torch": torch}
+    for run in runs:
+        commit, torch = (str(run.environment.get(one) or "") for one in ("git_commit", "torch"))
+        commit = commit[: _COMMIT_LENGTH - 1] + "+" * bool(
+            commit and run.environment.get("git_dirty")
+        )
+        about.append(
+            {"run": run.name, "started_at": run.started_at, "commit": commit, "torch": torch}
+        )
+    return History(chosen, about, series, moved, warnings)
 
 
 def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, Any]:
