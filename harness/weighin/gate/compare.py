@@ -265,8 +265,14 @@ class History:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        about = {"metric": self.metric.name, "unit": self.metric.unit}
-        return about | {"runs": self.runs, "series": self.series, "warnings": self.warnings}
+        return {
+            "metric": self.metric.name,
+            "unit": self.metric.unit,
+            "runs": self.runs,
+            "series": self.series,
+            "warnings": self.warnings,
+            "files": [],  # of the pictures that earlier versions drew
+        }
 
 
 def history(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
