@@ -483,11 +483,7 @@ def build_skeleton(
     real_buffers: RealBuffers = "all",
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Return the model with uninitialised weights, built in ``dtype``; see ``without_weights``.
-
-    Raises:
-        ConfigError: the builder does not accept ``kwargs`` or does not return a module.
-    """
+    """Return the model with uninitialised weights, built in ``dtype``; see ``without_weights``."""
     with _constructing(dtype):
         return without_weights(partial(_call, builder, kwargs), real_buffers=real_buffers)
 
@@ -528,7 +524,6 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
 
 @contextmanager
 def _constructing(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype and random state, and restore the caller's."""
     default_dtype, random_state = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(dtype)
     torch.default_generator.manual_seed(0)
@@ -540,7 +535,7 @@ def _constructing(dtype: torch.dtype) -> Iterator[None]:
 
 
 def on_cpu() -> AbstractContextManager[object]:
-    """Return a context in which the CPU is the default device: if it is so already, one that costs nothing."""
+    """Return a context in which the CPU is the default device."""
     # torch 2.6 cannot return the default device in a context
     return nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
 
@@ -556,9 +551,6 @@ def reset_buffers(
 
     The values come from a new model, which ``construct`` builds in ``dtype``. Buffers that share one
     tensor in the new model also share one tensor in ``model`` afterwards.
-
-    Raises:
-        ConfigError: the new model lacks one of these buffers, or the builder fails.
     """
     wanted = dict(non_persistent_buffers(model))
     if not wanted:
@@ -580,11 +572,7 @@ def reset_buffers(
 def constructed_buffers(
     builder: Builder, kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Construct the model with all its weights, and return its non-persistent buffers in ``dtype``.
-
-    Raises:
-        ConfigError: for the same reasons as ``build_skeleton``.
-    """
+    """Construct the model with all its weights, and return its non-persistent buffers in ``dtype``."""
     with on_cpu():
         model = construct(partial(_call, builder, kwargs), dtype)
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -613,11 +601,7 @@ def _name(builder: Builder) -> str:
 
 
 def resolve_builder(name: str) -> Builder:
-    """Return the function that a string "package.module:function" names.
-
-    Raises:
-        ConfigError: the name has another form, or the module or the function is missing.
-    """
+    """Return the function that a string "package.module:function" names."""
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
         raise ConfigError(

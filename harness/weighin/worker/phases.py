@@ -46,7 +46,7 @@ BEFORE_LOAD = "before the load"
 
 
 def named_by_strategy(name: object) -> str:
-    """Return a phase's name; raise ValueError if it is malformed, or a name of weighin's own phases."""
+    """Return a phase's name, unless it is malformed or one of weighin's own."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+/()-]{0,63}", name):
         raise ValueError(
             f"phase {short_repr(name)}: a phase's name is a text of at most 64 letters, digits, spaces"
@@ -204,10 +204,8 @@ class UseFailed(Exception):
 
 
 def describe(error: BaseException, strategy: str = "") -> str:
-    """Describe an error in one line, with the file and the line of code that raised the error.
-
-    If the traceback contains the file ``strategy``, the result names the innermost line of this
-    file instead. That line tells the strategy's author more than a line of torch.
+    """Describe an error in one line, with the line of code that raised it, of the file ``strategy`` if it can be:
+    that line tells the strategy's author more than a line of torch.
     """
     import traceback  # 0.1 MiB before torch, which imports it
     from pathlib import Path

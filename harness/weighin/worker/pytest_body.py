@@ -55,9 +55,7 @@ def run_body(marks: Marks, body: Body) -> NoReturn:
 
 @contextmanager
 def _measuring(marks: Marks, import_ns: int) -> Iterator[None]:
-    """Report the memory before the test's body, run the body, and end the body's last phase, even
-    if the body raises.
-    """
+    """Report the memory before the test's body, run the body, and end the body's last phase."""
     marks.is_over = False  # a test that failed may run again
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
