@@ -176,6 +176,16 @@ def test_an_index_of_endless_length_is_not_read(
         formats.read(tmp_path)
 
 
+def test_the_key_that_occurs_twice_is_found_among_many(tmp_path: Path) -> None:
+    keys = ",".join(f'"{number}":1' for number in range(400_000))
+    text = f'{{"weight_map": {{{keys},"399999":1}}}}'
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    start_s = time.process_time()
+    with pytest.raises(CheckpointError, match="damaged: '399999' occurs twice"):
+        formats.read(tmp_path)
+    assert time.process_time() - start_s < 20
+
+
 def test_a_link_into_a_cache_is_followed_and_a_damaged_shard_is_named(tmp_path: Path) -> None:
     folder = made("sharded", tmp_path / "m")
     first = formats.files(folder)[1]
