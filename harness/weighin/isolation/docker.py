@@ -47,6 +47,15 @@ from weighin.probes import cgroup as groups
 from weighin.probes import environment
 from weighin.units import MIB
 
+_NOT_STARTED: Final = (
+    "weighin's shell, which starts the command in the container, did not start",
+    "see whether a shell starts without weighin: docker run IMAGE sh",
+)
+_ELSEWHERE: Final = (
+    "weighin needs a Docker engine on this machine: the processes of the current Docker engine are not"
+    " visible here",
+    "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
+)
 ENGINE_ERRORS: Final = (DockerException, exceptions.RequestException)
 """All errors that the SDK raises: its own errors, and errors of its HTTP library."""
 _BARRIER: Final = (
@@ -278,13 +287,13 @@ class DockerStarted(Running):
     def _find_group(self) -> Path:
         first = int(self._client.inspect_container(self._container)["State"]["Pid"])
         if not first:
-            raise _not_started()
+            raise IsolationUnavailable(*_NOT_STARTED)
         with suppress(OSError):
             if self._container in read_text(f"/proc/{first}/cgroup"):
                 self._first_pid = first
                 if group := groups.memory_cgroup_of(first):
                     return group
-        raise _elsewhere()
+        raise IsolationUnavailable(*_ELSEWHERE)
 
     def _await_barrier(self) -> None:
         """Wait until the shell of the command has stopped itself."""
@@ -293,7 +302,7 @@ class DockerStarted(Running):
             state = self._client.exec_inspect(self.exec)
             is_over = not state["Running"] and state["ExitCode"] is not None
             if is_over or time.monotonic() > deadline:
-                raise _not_started()
+                raise IsolationUnavailable(*_NOT_STARTED)
             with suppress(OSError):  # it has not started yet, or has ended
                 status = read_text(f"/proc/{state['Pid']}/stat")
                 if status.rpartition(")")[2].split()[0] == "T":
@@ -470,26 +479,11 @@ class _Pump:
                 self._command.resize(size)
 
 
-def _not_started() -> IsolationUnavailable:
-    return IsolationUnavailable(
-        "weighin's shell, which starts the command in the container, did not start",
-        "see whether a shell starts without weighin: docker run IMAGE sh",
-    )
-
-
 def _close_stream(stream: Any) -> None:
     """Close a stream of the SDK, its socket, and the HTTP response that has the socket."""
     for each in (getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)):
         if each is not None:
             each.close()
-
-
-def _elsewhere() -> IsolationUnavailable:
-    return IsolationUnavailable(
-        "weighin needs a Docker engine on this machine: the processes of the current Docker"
-        " engine are not visible here",
-        "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
-    )
 
 
 def remove(client: docker.APIClient, container: str) -> None:
@@ -522,9 +516,6 @@ def explained(doing: str) -> Iterator[None]:
         elif "minimum memory limit" in reason.lower():
             message = f"the Docker engine refuses so small a RAM limit: {reason}"
             repair = "give a larger --ram, or use --isolation cgroup"
-        elif "bind source path does not exist" in reason or "mounts denied" in reason.lower():
-            message = f"the Docker engine cannot access a folder of this machine: {reason}"
-            repair = "use an engine that runs on this machine, or --isolation cgroup or process"
         raise IsolationUnavailable(message, repair) from error
 
 
@@ -568,7 +559,7 @@ def check_engine(info: dict[str, Any]) -> None:
     # The engine writes 6.1 as 6.1.0.
     same = (None, kernel, re.sub(r"^(\d+\.\d+)(?!\.?\d)", r"\1.0", kernel))
     if info.get("KernelVersion") not in same:
-        raise _elsewhere()
+        raise IsolationUnavailable(*_ELSEWHERE)
     for key, lack, parameter in (
         ("MemoryLimit", "cannot limit memory: the kernel's memory controller is off", "cgroup_enable=memory "),
         ("SwapLimit", "cannot keep a container from swapping: the kernel does not count swap for each cgroup", ""),
