@@ -80,12 +80,11 @@ LARGE = ModelSpec(
 
 
 def isolation_missing(name: str) -> str:
-    """Return why an isolation does not work here; empty if it does, and it is then prepared."""
+    """Return why an isolation does not work here; empty if it does."""
     try:
         isolation = select.named(name)
         isolation.check()
         isolation.remove_stale()  # of a killed test run: else the next run's output mentions it
-        isolation.prepare()
     except IsolationUnavailable as error:
         return str(error)
     return ""
@@ -323,7 +322,6 @@ class Watched:
 def prepared_isolation(name: str) -> Watched:
     isolation = select.named(name)
     isolation.check()
-    isolation.prepare()
     return Watched(isolation, isolation.name, isolation.limits)
 
 

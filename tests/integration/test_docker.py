@@ -35,9 +35,7 @@ def cell(limit_bytes: int | None = None) -> Cell:
 
 @pytest.fixture(scope="module")
 def isolation() -> DockerIsolation:
-    isolation = DockerIsolation()
-    isolation.prepare()
-    return isolation
+    return DockerIsolation()
 
 
 piped: dict[Running, leftovers.Piped] = {}

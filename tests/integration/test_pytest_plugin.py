@@ -233,26 +233,6 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
     assert "cgroup was not measured under the isolation process: needs the isolation cgroup" in text
 
 
-def test_the_build_of_an_image_is_told_while_it_goes_on(user: pytest.Pytester) -> None:
-    result = run(
-        user,
-        """
-        from weighin.isolation.process import ProcessIsolation
-
-        def prepare(self, say=lambda _: None, /):
-            say("Step 1/2 : FROM base")
-
-        def test_a_strategy(weighin, monkeypatch):
-            monkeypatch.setattr(ProcessIsolation, "prepare", prepare)
-            print("captured")
-            assert weighin.measure("baseline", model="gpt2-tiny").outcome == "ok"
-        """,
-    )
-    result.assert_outcomes(passed=1)
-    assert "weighin: Step 1/2 : FROM base" in result.stdout.lines
-    assert "captured" not in result.stdout.str()
-
-
 @pytest.mark.cgroup
 def test_a_body_can_be_held_to_a_limit_by_the_kernel(user: pytest.Pytester) -> None:
     user.makepyfile(

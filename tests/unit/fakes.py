@@ -179,10 +179,6 @@ class PlayedIsolation:
     def check(self) -> None:
         self.steps.append("check")
 
-    def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
-        self.steps.append("prepare")
-        progress("building")
-
     def start(self, *arguments: Any) -> Any:
         _, command, _, streams, _ = arguments
         script = self._scripts.popleft() if len(self._scripts) > 1 else self._scripts[0]

@@ -57,7 +57,6 @@ class Told:
     def progress(self) -> Progress:
         return Progress(
             preparing=lambda text, _share: self.lines.append(text),
-            building=self.lines.append,
             starting=lambda cell: self.started.append(cell.strategy),
             phase=self.phases.append,
             finished=self.finished.append,
@@ -103,7 +102,7 @@ def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -
     assert [each.outcome for each in results] == [Outcome.OK, Outcome.OK]
     assert results == list(run_folder.read(Path("run")).results) == told.finished
     assert (told.started, compiled) == (["baseline", "sequential"], ["compiled"])
-    assert told.lines[-3:] == ["preparing process", "building", TEXT]
+    assert told.lines[-1:] == [TEXT]
     assert told.phases == ["import", "prepare", "read", "touch", "forward"] * 2
     environment = results[0].environment
     assert environment["isolation"] == {"engine": "played"}
@@ -111,7 +110,7 @@ def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -
     model_bytes = cache.ensure(run.planned[0].cell.model, "pt").manifest().model_bytes("float32")
     assert results[0].model_bytes == model_bytes > 0
     assert isinstance(run.isolation, PlayedIsolation)
-    assert run.isolation.steps == ["check", "remove stale", "prepare"]
+    assert run.isolation.steps == ["check", "remove stale"]
     assert Path("run/samples").is_dir()
 
 

@@ -363,7 +363,6 @@ def test_a_child_of_a_worker_in_its_own_session_ends_with_it(
 def test_what_a_plain_process_is_and_is_not() -> None:
     isolation = ProcessIsolation()
     isolation.check()
-    isolation.prepare()
     assert (isolation.name, isolation.limits) == ("process", False)
     assert isolation.describe() == {}
 

@@ -65,7 +65,6 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
 
         yield Progress(
             preparing=prepare,
-            building=prepare,
             starting=start,
             phase=lambda phase: show(f"{current}: {phase}"),
             narrowed=lambda text: tell(f"  [bold]{escape(text)}[/]"),

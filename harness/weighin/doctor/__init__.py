@@ -116,7 +116,7 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Cap
             return
         limit_size = format_bytes(_PROBE_LIMIT_BYTES)
         say(f"running a probe into a limit of {limit_size} with {isolation.name}")
-        yield Capability(f"{subject} enforces a limit", *_prove(isolation, say))
+        yield Capability(f"{subject} enforces a limit", *_prove(isolation))
         if isolation.name == "docker":
             seen = ", ".join(sorted(visible.binds(visible.of_machine())))
             detail = f"read-only: {seen}; beside them, the files of a load or command alone"
@@ -125,8 +125,7 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Cap
         yield Capability(subject, "no", f"{error.message}. {error.repair}")
 
 
-def _prove(isolation: Isolation, say: Callable[[str], None]) -> tuple[Verdict, str]:
-    isolation.prepare(say)
+def _prove(isolation: Isolation) -> tuple[Verdict, str]:
     spec, probe = model("gpt2-tiny"), read_strategy(_PROBE)
     checkpoint = cache.ensure(spec, "pt")
     cell = Cell(spec, probe.name, isolation.name, ram_limit_bytes=_PROBE_LIMIT_BYTES)

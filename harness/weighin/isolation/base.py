@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -104,10 +104,6 @@ class Isolation(Protocol):
 
     def check(self) -> None:
         """Raise IsolationUnavailable, with advice, if this isolation does not work on this machine."""
-
-    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
-        """Do slow work that all cells share, such as pulling an image."""
-        return
 
     def start(
         self,

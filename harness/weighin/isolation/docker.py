@@ -22,7 +22,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from math import inf
@@ -108,24 +108,6 @@ class DockerIsolation(Isolation):
             streams = Streams(*[nothing.fileno()] * 3)
             self.start(Cell(ModelSpec("", ""), "check", self.name), [":"], "", streams).close()
         _tried.add(self._info.get("ID"))
-
-    def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
-        if not self._image:
-            return
-        try:
-            try:
-                self._client.inspect_image(self._image)  # type: ignore[no-untyped-call]
-            except ImageNotFound:
-                progress(f"pulling {self._image}")
-                repository, tag = docker.utils.parse_repository_tag(self._image)
-                self._client.pull(repository, tag=tag or "latest")
-        except ENGINE_ERRORS as error:
-            raise IsolationUnavailable(
-                f"the image {self._image} does not exist here and cannot be pulled from a registry:"
-                f" {first_line(error)}",
-                "choose an image that `docker images` lists: --image IMAGE; or leave --image out, and"
-                " the container sees this machine's own programs",
-            ) from error
 
     def start(
         self,
@@ -513,6 +495,9 @@ def explained(doing: str) -> Iterator[None]:
         if isinstance(error, exceptions.ConnectionError):
             message = f"the Docker engine has stopped: it could not {doing}"
             repair = "start the Docker engine again: sudo systemctl start docker"
+        elif isinstance(error, ImageNotFound):
+            message = f"the image does not exist here: {reason}"
+            repair = "docker pull IMAGE; or leave --image out, to see this machine's own programs"
         elif "minimum memory limit" in reason.lower():
             message = f"the Docker engine refuses so small a RAM limit: {reason}"
             repair = "give a larger --ram, or use --isolation cgroup"

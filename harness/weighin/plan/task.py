@@ -50,7 +50,6 @@ class Planned:
 @dataclass(frozen=True, slots=True)
 class Progress:
     preparing: Callable[[str, float | None], None] = lambda _step, _share_done: None
-    building: Callable[[str], None] = lambda _line_of_docker: None
     starting: Callable[[Cell], None] = lambda _: None
     phase: Callable[[str], None] = lambda _name: None
     narrowed: Callable[[str], None] = lambda _said_of_a_search: None
@@ -69,8 +68,7 @@ class Run:
     more_limits: Sequence[tuple[int | None, int]] = ()  # and ranks, for the test of a worker
     results: list[Result] = field(default_factory=list)  # when the run has begun
 
-    def prepare(self, progress: Progress) -> None:
-        self.isolation.prepare(progress.building)
+    def prepare(self) -> None:
         with run_folder.writing(samples := self.folder / "samples"):
             samples.mkdir(exist_ok=True)
 

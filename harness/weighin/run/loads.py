@@ -315,8 +315,7 @@ class Loads:
         refused = {k: it for k, it in self._checkpoints.items() if isinstance(it, FormatLimit)}
         if refused and len(refused) == len(self._checkpoints):
             raise next(iter(refused.values()))
-        progress.preparing(f"preparing {task.isolation.name}", None)
-        task.prepare(progress)
+        task.prepare()
         if not task.is_probed:
             progress.preparing("importing torch, to measure the memory that the import needs", None)
             self._check_limits([each for each in needed if self._key(each) not in refused])

@@ -89,7 +89,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
             if take is None and any(not each.skip for each in needed):
                 select.check_limits_around(task.isolation, [each.cell for each in needed])
                 if task.settings.commands:
-                    task.prepare(progress)
+                    task.prepare()
                     take = partial(commands.take, task)
                 else:
                     take = loads.Loads(task, needed, progress).take

@@ -9,7 +9,6 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -117,18 +116,12 @@ def measured(
             raise TypeError("a strategy takes no arguments: give options by name")
         else:
             suite = {"isolation": chosen, "timeout_s": timeout_s, "ram": [ram or "none"]}
-            result = _load(Path(folder), config, what, suite, options)
+            result = _load(Path(folder), what, suite, options)
     results.append(result)
     return guarded(result)
 
 
-def _load(
-    folder: Path,
-    config: pytest.Config,
-    strategy: str,
-    suite: dict[str, Any],
-    options: dict[str, Any],
-) -> Result:
+def _load(folder: Path, strategy: str, suite: dict[str, Any], options: dict[str, Any]) -> Result:
     suite |= {
         "models": [options.pop("model", "gpt2-small")],
         "strategies": [{"name": strategy, "options": options.pop("options", None) or {}}],
@@ -138,19 +131,9 @@ def _load(
     if unknown := options.keys() - _OF_LOADS:
         raise TypeError(f"measure() of a strategy has no option {min(unknown)!r}")
     suite |= {name: value for name, value in options.items() if value}
-    reporter = config.pluginmanager.getplugin("terminalreporter")
-    capture = config.pluginmanager.getplugin("capturemanager")
-
-    def say(line: str) -> None:
-        """Print a line at once, although pytest captures output; print nothing under xdist."""
-        if reporter:
-            with capture.global_and_fixture_disabled() if capture else nullcontext():
-                reporter.ensure_newline()
-                reporter.write_line(f"weighin: {line}")
-
     task, _ = plans.start(check_suite(suite), folder / "run")
     try:
-        (result,) = runner.run(replace(task, patience_s=PATIENCE_S), Progress(building=say))
+        (result,) = runner.run(replace(task, patience_s=PATIENCE_S), Progress())
     except Interrupted:
         raise KeyboardInterrupt from None
     if result.outcome == "measurement_failed":
