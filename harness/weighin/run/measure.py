@@ -146,7 +146,7 @@ def measure(
     with staging.own_folder(Path(tempfile.gettempdir()), _PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
         watch = Watch(spec, Listener(folder, spec.cell.ranks), reference)
-        opened.callback(watch.close)
+        opened.callback(watch.abandon)
         begun_ns = time.monotonic_ns()
         with interrupts.put_off(), ExitStack() as failing:
             running = spec.start(isolation, folder)
@@ -255,7 +255,6 @@ class Watch:
         self._machine_oom_kills = read_machine_oom_kills()
         self._stalled = ""
         self._is_frozen = False  # since a server is ready, or weighin has killed the cell
-        self._is_closed = False
         self._ended = Exit(None, still_runs=True)
         self._driver: DriverMemory | None = None
         self._limits: list[tuple[int, Path]] = []
@@ -478,13 +477,6 @@ class Watch:
                 self.sampler.without_caches()
 
     def close(self) -> None:
-        """Close all but the kernel's log, which ``evidence`` closes; a second call closes it, too."""
-        if self._is_closed:
-            if self._log is not None:
-                os.close(self._log)
-                self._log = None
-            return
-        self._is_closed = True
         self.listener.close()
         if self.sampler:
             self.rank_samples = self.sampler.rank_samples
@@ -496,6 +488,13 @@ class Watch:
             self.cgroup.close()
         if self.listener.error:
             raise self.listener.error
+
+    def abandon(self) -> None:
+        """Close what ``close`` and ``evidence`` would close, if the cell did not start."""
+        self.listener.close()
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
 
     def evidence(self) -> Evidence:
         """Return what is known about the end of the cell."""
