@@ -152,5 +152,5 @@ def test_without_peft_an_adapter_is_refused_with_the_package(
     peft = pytest.importorskip("peft", reason="pip install peft")
     base, adapter = draw_adapter(tmp_path, peft, "llama", random.Random(0))
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match="needs the package peft"):
+    with pytest.raises(ConfigError, match="needs the Python package peft"):
         load_pretrained(base, adapter=adapter)

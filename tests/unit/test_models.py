@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from weighin import install
-from weighin.models import gpt2, llama, stack, tied
+from weighin.models import gpt2, stack, tied
 from weighin.stream.construct import resolve_builder
 from weighin.stream.pretrained_folder import BUILDER, is_folder, own_dtype
 from weighin.suite import registry
@@ -141,24 +141,3 @@ def test_the_documentation_has_the_models_size(path: Path) -> None:
     page = (CONFIGS.parents[1] / "docs" / "models.md").read_text()
     (line,) = re.findall(rf"^\* {dtype}: (.*)", page, re.MULTILINE)
     assert f"`{path.stem}` {size:,.3f} {unit}" in line.split("; ")
-
-
-def test_a_small_llama_runs_and_looks_only_back() -> None:
-    sizes: dict[str, Any] = {
-        "emb_dim": 64,
-        "hidden_dim": 96,
-        "n_layers": 2,
-        "n_heads": 8,
-        "n_kv_heads": 2,
-    }
-    torch.manual_seed(0)
-    model = llama.llama(vocab_size=256, **sizes)
-    (tokens,) = llama.example_inputs(vocab_size=256)
-    changed = tokens.clone()
-    changed[0, -1] = (tokens[0, -1] + 1) % 256
-    with torch.inference_mode():
-        logits, others = model(tokens), model(changed)
-    assert logits.shape == (1, 16, 256)
-    assert torch.equal(logits[:, :-1], others[:, :-1])
-    assert not torch.equal(logits[:, -1], others[:, -1])
-    assert not model.training

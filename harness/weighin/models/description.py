@@ -18,13 +18,12 @@ from typing import Any, Final
 from weighin import child_process, install
 from weighin.cell import ModelSpec
 from weighin.child_process import Parent, end_with_parent
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError, ConfigError, extra
 from weighin.stream import foreign, formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.pretrained_folder import (
     AUTO_MAP,
     BUILDER,
-    CODE_IS_REFUSED,
     CONFIG,
     MODEL_DTYPES,
     PretrainedFolder,
@@ -49,6 +48,7 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
     """Return the ``ModelSpec`` of a folder's model, with the class and configuration as arguments."""
     refuse_adapter(folder.path)
     config, library = folder.config, folder.library
+    answer: dict[str, Any] = {"architecture": library.class_in(config)}
     if library is TRANSFORMERS:
         choices = {"choice": asdict(folder.choice), "selection": asdict(selection)}
         answer = _ask({"path": str(folder.path), **choices})
@@ -56,8 +56,6 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
         dtype = answer.pop("dtype")
         if dtype_of(config) is None:
             config["dtype"] = dtype
-    else:
-        answer = {"architecture": str(library.class_in(config))}
     kwargs = {"architecture": answer.pop("architecture"), "config": config, **answer}
     return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
 
@@ -103,19 +101,15 @@ def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:
     """Return the builder's arguments for a folder's model, without ``config``, and the ``dtype`` of
     ``from_pretrained(dtype="auto")``. This function imports transformers.
     """
-    architecture, in_code = chosen_class(folder)
+    architecture, code = chosen_class(folder)
     slices = formats.read(folder.checkpoint, selection)
-    answer: dict[str, Any] = {
-        "architecture": architecture,
-        "dtype": dtype_of(folder.config) or _dtype_in(folder, slices),
-    }
-    if in_code:
-        auto_class(folder.config, architecture)  # raises if there is no code of this class
-        path = folder.path.absolute()
-        answer["code"] = {"folder": str(path), "sha256": digest(path)}
-    kwargs = {"architecture": architecture, "config": folder.config, "code": answer.get("code")}
+    dtype = dtype_of(folder.config) or _dtype_in(folder, slices)
+    answer: dict[str, Any] = {"architecture": architecture, "dtype": dtype}
+    if code:
+        answer["code"] = code
+    kwargs = {"architecture": architecture, "config": folder.config, "code": code}
     with suppress(Exception, SystemExit):  # what cannot be built, no load builds, and it says why
-        if (ties := _ties(kwargs, slices, answer["dtype"])) is not None:
+        if (ties := _ties(kwargs, slices, dtype)) is not None:
             answer["ties"] = ties
     if found := quantised.of_folder(folder.path, folder.config, slices):
         answer["quantised"] = found.as_json()
@@ -177,9 +171,9 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[l
     return None if (ties := tied_names(model)) == by_class else ties
 
 
-def chosen_class(folder: PretrainedFolder) -> tuple[str, bool]:
-    """Return the class of a folder's model, and whether the folder's code defines it: the class that the
-    user or ``config.json`` names, or that transformers chooses for an auto class.
+def chosen_class(folder: PretrainedFolder) -> tuple[str, dict[str, str] | None]:
+    """Return the class of a folder's model, and the folder and digest of its code if this defines the class:
+    the class that the user or ``config.json`` names, or that transformers chooses for an auto class.
 
     Without ``trust_remote_code``, the folder's code may not run. The result is then transformers'
     own class for the model type, if there is one, else ConfigError.
@@ -188,47 +182,39 @@ def chosen_class(folder: PretrainedFolder) -> tuple[str, bool]:
     if choice.trust_remote_code:
         for auto, reference in models_in_code(config).items():
             if wanted in (auto, name := reference.rpartition(".")[2]):
-                return name, True
-    needs_code = AUTO_MAP in config and not choice.model_class
-    if not (needs_code or wanted.startswith("Auto")):
-        return wanted, False
-    known, names = _classes_of(config.get("model_type")), folder.architectures
+                path = folder.path.absolute()
+                return name, {"folder": str(path), "sha256": digest(path)}
+    has_code = AUTO_MAP in config and not choice.model_class
+    if not (has_code or wanted.startswith("Auto")):
+        return wanted, None
+    kind = config.get("model_type")
+    known = _classes_of(kind)
     if wanted in known:
-        return next((name for name in names if name in known[wanted]), known[wanted][0]), False
-    if names and not choice.model_class:
-        if any(wanted in classes for classes in known.values()):
-            return wanted, False
-        if choice.trust_remote_code:
-            return wanted, True  # the caller raises the error, because the code is missing
+        named = (name for name in folder.architectures if name in known[wanted])
+        return next(named, known[wanted][0]), None
+    if has_code and any(wanted in classes for classes in known.values()):
+        return wanted, None
     if AUTO_MAP in config and not choice.trust_remote_code:
         raise ConfigError(
             f"the model of {folder.path} needs the Python code in this folder ({AUTO_MAP} in config.json)",
-            CODE_IS_REFUSED,
+            "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict,"
+            " recommend, convert; in Python: trust_remote_code=True)",
         )
-    kind, file = config.get("model_type"), folder.path / CONFIG
-    what = f"{file} names no class in 'architectures'"
-    if choice.model_class:
-        what = f"transformers has no {one_line(wanted)} for the model type {one_line(str(kind))}"
-    elif kind is None:
-        raise ConfigError(f"{file} names neither 'architectures' nor 'model_type'", _NAME_IT)
-    if not known:
-        raise ConfigError(
-            f"{what}, and transformers has no model type {one_line(str(kind))}",
-            f"{_NAME_IT}; or save the folder again with model.save_pretrained(FOLDER)",
-        )
+    if has_code:
+        auto_class(config, wanted)  # raises the error, because the code is missing
     classes = list(dict.fromkeys(name for names in known.values() for name in names))
-    raise ConfigError(what, f"{_NAME_IT}, one of {few(classes, 6)}")
+    raise ConfigError(
+        f"transformers has no {one_line(wanted)} for the model type {one_line(str(kind))} in"
+        f" {folder.path / CONFIG}",
+        f"{_NAME_IT}, one of {few(classes, 6)}" if classes else _NAME_IT,
+    )
 
 
 def _classes_of(model_type: object) -> dict[str, tuple[str, ...]]:
     """Return the classes of transformers for a model type, by the names of its auto classes."""
-    try:
-        from transformers.models.auto import modeling_auto
-    except ImportError as error:
-        raise ConfigError(
-            f"the package transformers, which chooses the model's class, cannot be imported: {error}",
-            install.command("hf"),
-        ) from None
+    from weighin.models.pretrained import imported
+
+    modeling_auto = imported(TRANSFORMERS).models.auto.modeling_auto
     found: dict[str, tuple[str, ...]] = {}
     for name, kind in vars(modeling_auto).items():
         mapping = getattr(kind, "_model_mapping", None) if isinstance(kind, type) else None
@@ -251,16 +237,10 @@ def described_gguf(file: Path) -> dict[str, Any]:
             " files",
             f"join the parts with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
         )
-    try:
+    with extra("gguf,hf", f"{file}: a model in a GGUF file"):
         import accelerate  # noqa: F401 (from_pretrained needs it)
         import gguf as package  # noqa: F401
         import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"{file}: a model in a GGUF file needs the package {error.name}, which is not installed",
-            install.command("gguf", "hf"),
-        ) from None
-
     name = gguf.architecture(file)
     try:
         config = transformers.AutoConfig.from_pretrained(

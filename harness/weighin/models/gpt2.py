@@ -16,14 +16,13 @@ class LayerNorm(nn.Module):
 
     def __init__(self, emb_dim: int) -> None:
         super().__init__()
-        self.eps = 1e-5
         self.scale = nn.Parameter(torch.ones(emb_dim))
         self.shift = nn.Parameter(torch.zeros(emb_dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean = x.mean(dim=-1, keepdim=True)
         variance = x.var(dim=-1, keepdim=True, unbiased=False)
-        normed: torch.Tensor = (x - mean) / torch.sqrt(variance + self.eps)
+        normed: torch.Tensor = (x - mean) / torch.sqrt(variance + 1e-5)
         return self.scale * normed + self.shift
 
 
@@ -46,29 +45,25 @@ class MultiHeadAttention(nn.Module):
         self.register_buffer("mask", mask)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, emb_dim = x.shape
-        shape = (batch, length, self.n_heads, emb_dim // self.n_heads)
-        query = self.W_query(x).view(shape).transpose(1, 2)
-        key = self.W_key(x).view(shape).transpose(1, 2)
-        value = self.W_value(x).view(shape).transpose(1, 2)
+        length = x.shape[1]
+        query, key, value = (
+            projection(x).unflatten(2, (self.n_heads, -1)).transpose(1, 2)
+            for projection in (self.W_query, self.W_key, self.W_value)
+        )
         scores = query @ key.transpose(2, 3)
         scores = scores.masked_fill(self.mask[:length, :length].bool(), -torch.inf)
-        weights = self.dropout(torch.softmax(scores / shape[-1] ** 0.5, dim=-1))
-        context = (weights @ value).transpose(1, 2).reshape(batch, length, emb_dim)
-        out: torch.Tensor = self.out_proj(context)
+        weights = self.dropout(torch.softmax(scores / key.shape[-1] ** 0.5, dim=-1))
+        out: torch.Tensor = self.out_proj((weights @ value).transpose(1, 2).flatten(2))
         return out
 
 
-class GPT2FeedForward(nn.Module):
+class FeedForward(nn.Module):
     """Two linear layers with a hidden dimension of four times the embedding dimension."""
 
     def __init__(self, emb_dim: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(emb_dim, 4 * emb_dim),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(4 * emb_dim, emb_dim),
-        )
+        up, down = nn.Linear(emb_dim, 4 * emb_dim), nn.Linear(4 * emb_dim, emb_dim)
+        self.layers = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layers(x)
@@ -83,7 +78,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.att = MultiHeadAttention(emb_dim, context_length, n_heads, drop_rate, qkv_bias)
-        self.ff = GPT2FeedForward(emb_dim)
+        self.ff = FeedForward(emb_dim)
         self.norm1 = LayerNorm(emb_dim)
         self.norm2 = LayerNorm(emb_dim)
         self.drop_shortcut = nn.Dropout(drop_rate)
@@ -112,12 +107,11 @@ class GPTModel(nn.Module):
         self.tok_emb = nn.Embedding(vocab_size, emb_dim)
         self.pos_emb = nn.Embedding(context_length, emb_dim)
         self.drop_emb = nn.Dropout(drop_rate)
-        self.trf_blocks = nn.Sequential(
-            *(
-                TransformerBlock(emb_dim, context_length, n_heads, drop_rate, qkv_bias)
-                for _ in range(n_layers)
-            )
+        blocks = (
+            TransformerBlock(emb_dim, context_length, n_heads, drop_rate, qkv_bias)
+            for _ in range(n_layers)
         )
+        self.trf_blocks = nn.Sequential(*blocks)
         self.final_norm = LayerNorm(emb_dim)
         self.out_head = nn.Linear(emb_dim, vocab_size, bias=False)
 
@@ -129,13 +123,11 @@ class GPTModel(nn.Module):
 
 
 def gpt2(**sizes: Any) -> GPTModel:
-    """Return a ``GPTModel`` in evaluation mode, in which dropout has no effect."""
     return GPTModel(**sizes).eval()
 
 
 def example_inputs(
     *, vocab_size: int = 50_257, context_length: int = 1024, **_: object
 ) -> tuple[torch.Tensor, ...]:
-    """Return the input of one forward pass: 1 x min(16, context length) token ids, always equal."""
     length = min(16, context_length)
     return ((torch.arange(length) * 7919 % vocab_size).unsqueeze(0),)

@@ -9,37 +9,33 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin import install
-from weighin.errors import CheckpointError, ConfigError, HarnessError
+from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
 from weighin.stream.foreign import misfit
 from weighin.stream.pretrained_folder import (
     AUTO_MAP,
     CONFIG,
-    adapter_failed,
+    adapter_files,
     auto_class,
-    check_adapter,
     digest,
     dtype_of,
     folder_of,
     from_pretrained_arguments,
 )
-from weighin.stream.pretrained_library import ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
+from weighin.stream.pretrained_library import ADAPTER, ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
 from weighin.stream.quantised import dequantising
-from weighin.stream.tensors import storage_key, untie
+from weighin.stream.tensors import untie
 from weighin.text import one_line
 
 _FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute
-_TOKENS: Final = 8
 _PIPELINES: Final = "diffusers.pipelines"
-_SAMPLES: Final = 16_000  # one second of sound
 
 
 def from_config(
@@ -47,8 +43,7 @@ def from_config(
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
     ties: Sequence[Sequence[str]] | None = None,
-    quantised: object = None,  # noqa: ARG001 (load_pretrained dequantises and merges)
-    adapter: str = "",  # noqa: ARG001
+    **_: object,  # load_pretrained dequantises and merges
 ) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype; buffers keep the dtypes that the
     constructor gives them, as with ``from_pretrained``.
@@ -66,7 +61,8 @@ def from_config(
     if ties is not None:
         untie(model, ties)
     _keep_in_float32(model, dtype)
-    _compute_in_float32(model, dtype)
+    if dtype != torch.float32:
+        _compute_in_float32(model, dtype)
     model.keeps_dtypes = True
     model.eval()
     return cast(torch.nn.Module, model)
@@ -111,15 +107,14 @@ def pretrained_class(
 ) -> Any:
     """Return a model class of transformers, or of the ``code`` in a folder, whose ``config`` names it."""
     transformers = imported(TRANSFORMERS)
-    try:
-        kind = getattr(transformers, "PreTrainedModel" if code else architecture, None)
-    except (ImportError, RuntimeError) as error:
-        raise import_failed(TRANSFORMERS.name, error) from error
     if code:
         return _class_in(code, architecture, config or {})
+    with importing(TRANSFORMERS):
+        kind = getattr(transformers, architecture, None)
+        base = transformers.PreTrainedModel
     if kind is None and find_spec(DIFFUSERS.name):
         kind = class_of_pipelines(architecture)  # for example StableDiffusionSafetyChecker
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+    if not isinstance(kind, type) or not issubclass(kind, base):
         raise ConfigError(
             f"transformers {transformers.__version__} has no model class {architecture!r}",
             "install the version in config.json's transformers_version, or a newer one",
@@ -147,39 +142,31 @@ def imported(library: Library) -> Any:
     is_own_process = spec is not None and spec.name.partition(".")[0] == "weighin"
     if is_own_process:
         os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it at its import
-    try:
+    with importing(library):
         package: Any = import_module(library.name)
-    except ImportError as error:
-        raise ConfigError(
-            f"the package {library.name}, which this model needs, cannot be imported: {error}",
-            install.command(library.extra),
-        ) from None
-    except RuntimeError as error:
-        raise import_failed(library.name, error) from error
     if is_own_process and library in (TRANSFORMERS, DIFFUSERS):
         package.utils.logging.set_verbosity_error()
         package.utils.logging.disable_progress_bar()
     return package
 
 
-def import_failed(package: str, error: BaseException) -> ConfigError:
-    """Return the error for a package that cannot be imported, such as because torchvision was built for another
-    torch.
-    """
-    while (earlier := error.__cause__ or error.__context__) is not None:
-        error = earlier
-    reason = one_line(f"{type(error).__name__}: {error}")
-    if "torchvision::" not in str(error):  # an operator that torchvision did not define
-        return ConfigError(
-            f"{package} cannot be imported: {reason}",
-            f"install it again: pip install --force-reinstall {package}",
-        )
-    own, other = (metadata.version(name) for name in ("torch", "torchvision"))
-    return ConfigError(
-        f"{package} imports torchvision {other}, whose build does not fit torch {own}: {reason}",
-        "install the build for this torch, from the index that torch came from; transformers and"
-        " diffusers work without torchvision, too: pip uninstall torchvision",
-    )
+@contextlib.contextmanager
+def importing(library: Library) -> Iterator[None]:
+    """Turn a failed import into our error: a missing package, or one that does not fit another."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        first: BaseException = error
+        while (earlier := first.__cause__ or first.__context__) is not None:
+            first = earlier
+        repair = install.command(library.extra)
+        if "torchvision" in str(first):  # such as an operator that another build did not define
+            repair = "install the torchvision that was built for this torch, or remove it: pip uninstall torchvision"
+        reason = one_line(f"{type(first).__name__}: {first}")
+        raise ConfigError(
+            f"the package {library.name}, which this model needs, cannot be imported: {reason}",
+            repair,
+        ) from error
 
 
 @contextlib.contextmanager
@@ -187,31 +174,32 @@ def says(what: str, repair: str) -> Iterator[None]:
     """Turn an error of a library into ours, with the library's own words."""
     try:
         yield
-    except (HarnessError, ImportError, MemoryError, torch.OutOfMemoryError):
+    except (HarnessError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if isinstance(error, ImportError):
+            repair = "install the packages that the library names"
         raise CheckpointError(
             f"{what} fails: {type(error).__name__}: {one_line(str(error))}", repair
         ) from error
 
 
 def reference(
-    kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
+    kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype | str, **options: Any
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint."""
-    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs.get("config"))
     arguments = from_pretrained_arguments(checkpoint) | arguments_to_dequantise(checkpoint)
     called = f"{kind.__name__}.from_pretrained"
     if "gguf_file" in arguments:
         called += f"(FOLDER, gguf_file={checkpoint.name!r})"
     repair = (
-        "install another version of transformers; or measure the tensors without the model's"
-        f" class: --model from:{checkpoint}"
+        "install another version of transformers, or correct config.json; or measure the tensors"
+        f" without the model's class: --model from:{checkpoint}"
     )
+    arguments |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     with says(f"{checkpoint}: {called}", repair):
-        model, info = kind.from_pretrained(
-            **arguments, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
-        )
+        model, info = kind.from_pretrained(**arguments, dtype=dtype, **options)
     if mismatched := sorted(str(name) for name, *_ in info["mismatched_keys"]):
         raise misfit(checkpoint, kind.__name__, {"of another shape": mismatched})
     if adapter := kwargs.get(ARGUMENT):
@@ -230,31 +218,22 @@ def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
 
 def merged(model: Any, adapter: Path | str) -> Any:
     """Let peft merge the adapter in the folder ``adapter`` into ``model``, and return the result."""
-    check_adapter(Path(adapter))
-    try:
+    adapter_files(Path(adapter))
+    what = f"--adapter {adapter}: peft"
+    repair = f"correct {ADAPTER}, or give the model that the adapter was trained for"
+    with extra("hf", f"--adapter {adapter}"):
         from peft import PeftModel
-    except ImportError as error:
-        raise ConfigError(
-            f"an adapter needs the package peft, which cannot be imported: {error}",
-            install.command("hf"),
-        ) from None
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            loaded = PeftModel.from_pretrained(model, str(adapter))
-            made = loaded.merge_and_unload()
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise adapter_failed(adapter, repr(error)) from error
-    is_random = getattr(loaded.active_peft_config, "init_lora_weights", True) in (
-        False,
-        "orthogonal",
-    )
+    with says(what, repair), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loaded = PeftModel.from_pretrained(model, str(adapter))
+        made = loaded.merge_and_unload()
+    drawn = getattr(loaded.active_peft_config, "init_lora_weights", True) in (False, "orthogonal")
     for text in (str(one.message) for one in said):
         pairs = Counter(name.split(".lora_")[0] for name in re.findall(r"'([^']+)'", text))
-        if "missing adapter keys" in text and (is_random or 1 in pairs.values()):
-            raise adapter_failed(adapter, f"the file lacks matrices: {text}")
+        if "missing adapter keys" in text and (drawn or 1 in pairs.values()):
+            raise CheckpointError(
+                f"{what} fails: the file lacks matrices: {one_line(text)}", repair
+            )
     return made
 
 
@@ -262,7 +241,6 @@ def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, A
     """Import a folder's code with transformers, and return the class. ``auto_map`` may name a file in another
     repository: "owner/name--modeling_x.XForCausalLM".
     """
-    from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     folder = Path(code["folder"])
@@ -273,8 +251,10 @@ def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, A
         )
     named = str(config[AUTO_MAP][auto_class(config, architecture)])
     repository, divided, reference = named.rpartition("--")
-    module = reference.partition(".")[0]
-    if not (folder / f"{module}.py").is_file() or not re.fullmatch(r"\w+\.\w+", reference):
+    if not (
+        re.fullmatch(r"\w+\.\w+", reference)
+        and (folder / f"{reference.partition('.')[0]}.py").is_file()
+    ):
         where = f", but in the repository {repository}" if divided else ""
         raise ConfigError(
             f"{folder}: the code {one_line(reference, 80)!r} of the model, which '{AUTO_MAP}' in"
@@ -282,20 +262,13 @@ def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, A
             "add the module and those that it imports to the folder: weighin uses no network",
         )
     try:
-        kind = get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
+        return get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(
             f"{folder}: the model's code cannot be imported: {error}",
             "install the packages that the code imports, or the version of transformers for which"
             " the code was written (transformers_version in config.json)",
         ) from error
-    if not issubclass(kind, PreTrainedModel) or kind.config_class is None:
-        raise ConfigError(
-            f"{folder}: {reference} is not a model class of transformers with a config_class",
-            "in the folder's code, derive the class from transformers.PreTrainedModel, and set its"
-            " config_class",
-        )
-    return kind
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
@@ -314,62 +287,36 @@ def computed_keys(model: Any) -> set[str]:
 
 def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Compute in float32 the tensors that no checkpoint has, as ``from_pretrained`` does."""
-    if dtype == torch.float32:
-        return
-    computed = computed_keys(model)
     tensors = model.state_dict(keep_vars=True)
-    stored = [tensors[name] for name in tensors.keys() - computed]
+    stored = [tensors[name] for name in tensors.keys() - computed_keys(model)]
     torch.set_default_dtype(torch.float32)
     try:
-        with _as_loaded(model, stored):
-            model.initialize_weights()
+        _initialise(model, stored)
     finally:
         torch.set_default_dtype(dtype)
 
 
 def written_after_load(model: Any) -> set[str]:
     """Return the names (in the state dict) of the tensors to which ``from_pretrained`` writes after the load:
-    ``_init_weights`` of some classes sets the padding token's row of the embedding to zero.
+    ``_init_weights`` of some classes sets the padding token's row of the embedding to zero. It does so again.
     """
     tensors = model.state_dict(keep_vars=True)
-    writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
-    with (
-        torch.random.fork_rng(devices=[]),
-        _as_loaded(model, [*model.parameters(), *model.buffers()]),
-        writes,
-    ):
-        model.initialize_weights()
-    return {name for name, tensor in tensors.items() if storage_key(tensor) in writes.written}
+    before = {name: tensor._version for name, tensor in tensors.items()}
+    with torch.random.fork_rng(devices=[]):
+        _initialise(model, [*model.parameters(), *model.buffers()])
+    return {name for name, tensor in tensors.items() if tensor._version != before[name]}
 
 
-class _Writes(TorchDispatchMode):
-    """Skips each operation that would write to one of ``storages``, and records that storage."""
-
-    def __init__(self, storages: set[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.written: set[Any] = set()
-        self._storages = storages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
-            key = storage_key(args[0])
-            if key in self._storages:
-                self.written.add(key)
-                return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _as_loaded(model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Mark ``tensors`` as loaded, and no module as initialised, with the flag of transformers."""
-    for tensor in tensors:
+def _initialise(model: Any, loaded: Sequence[torch.Tensor]) -> None:
+    """Let transformers initialise each module as after a load of ``loaded``, by its own flag."""
+    for tensor in loaded:
         setattr(tensor, _FLAG, True)
     for module in model.modules():
         module.__dict__.pop(_FLAG, None)
     try:
-        yield
+        model.initialize_weights()
     finally:
-        for tensor in tensors:
+        for tensor in loaded:
             tensor.__dict__.pop(_FLAG, None)
 
 
@@ -392,37 +339,31 @@ def example_inputs(
     architecture: str,
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
-    ties: object = None,  # noqa: ARG001 (the builder's arguments)
-    quantised: object = None,  # noqa: ARG001
-    adapter: str = "",  # noqa: ARG001
+    **_: object,
 ) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None unless these are text, sound or images."""
     kind = pretrained_class(architecture, code, config)
     settings = _settings(kind, config)
-    text = settings.get_text_config()
     name = kind.main_input_name
-    made: torch.Tensor | None = None
     if name == "input_ids":
-        made = torch.arange(1, _TOKENS + 1).unsqueeze(0) % max(2, getattr(text, "vocab_size", 2))
+        words = getattr(settings.get_text_config(), "vocab_size", 2)
+        inputs = {name: torch.arange(1, 9).unsqueeze(0) % max(2, words)}
     elif name == "input_values":
-        made = torch.linspace(-1, 1, _SAMPLES).unsqueeze(0)
+        inputs = {name: torch.linspace(-1, 1, 16_000).unsqueeze(0)}  # one second of sound
     elif name == "input_features" and hasattr(settings, "num_mel_bins"):
         frames = 2 * getattr(settings, "max_source_positions", 1500)
-        made = torch.zeros(1, settings.num_mel_bins, frames)
+        inputs = {name: torch.zeros(1, settings.num_mel_bins, frames)}
     elif name == "pixel_values":
-        made = _image(settings)
-    if made is None:
+        inputs = {}
+    else:
         return None
-    inputs = {name: made}
-    if hasattr(kind, "get_text_features") and hasattr(kind, "get_image_features"):
-        inputs["pixel_values"] = _image(settings)
+    sees = hasattr(kind, "get_text_features") and hasattr(kind, "get_image_features")
+    if sees or name == "pixel_values":
+        vision = getattr(settings, "vision_config", settings)
+        size = getattr(vision, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        channels = getattr(vision, "num_channels", 3)
+        inputs["pixel_values"] = torch.zeros(1, channels, height, width)
     if getattr(settings, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.ones(1, 2, dtype=torch.long)
     return inputs
-
-
-def _image(settings: Any) -> torch.Tensor:
-    vision = getattr(settings, "vision_config", settings)
-    size = getattr(vision, "image_size", 224)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.zeros(1, getattr(vision, "num_channels", 3), height, width)

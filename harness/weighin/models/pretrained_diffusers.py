@@ -2,24 +2,21 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from weighin.errors import ConfigError
-from weighin.models.pretrained import class_of_pipelines, import_failed, imported, says
+from weighin.models.pretrained import class_of_pipelines, imported, importing, says
 from weighin.stream.pretrained_folder import folder_of, variant_of
 from weighin.stream.pretrained_library import DIFFUSERS
-
-_QUANTISED: Final = "quantization_config"
 
 
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
     """Return the model of a class such as "UNet2DConditionModel" in evaluation mode, in torch's default
     dtype; non-persistent buffers keep their dtypes, as with ``from_pretrained``.
     """
-    _refuse_quantised(architecture, config)
-    kind = diffusers_class(architecture)
+    kind = _class_for_weights(architecture, config)
     model: torch.nn.Module = kind.from_config(dict(config))
     dtype, kept = torch.get_default_dtype(), kind._keep_in_fp32_modules or ()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -30,28 +27,26 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     return model.eval()
 
 
-def _refuse_quantised(architecture: str, config: Mapping[str, Any]) -> None:
-    if quantised := config.get(_QUANTISED):
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-        raise ConfigError(
-            f"the weights of this {architecture} are quantised by {method or 'a method'}, and"
-            " weighin has no code to dequantise them",
-            "give the folder of the model that was not quantised",
-        )
-
-
 def diffusers_class(architecture: str) -> Any:
     diffusers = imported(DIFFUSERS)
-    try:
+    with importing(DIFFUSERS):
         kind = getattr(diffusers, architecture, None) or class_of_pipelines(architecture)
-    except (ImportError, RuntimeError) as error:
-        raise import_failed(DIFFUSERS.name, error) from error
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
         raise ConfigError(
             f"diffusers {diffusers.__version__} has no model class {architecture!r}",
             "install the version in config.json's _diffusers_version, or a newer one",
         )
     return kind
+
+
+def _class_for_weights(architecture: str, config: Mapping[str, Any]) -> Any:
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else "a method"
+        raise ConfigError(
+            f"the weights of this {architecture} are quantised by {method}, and weighin does not dequantise them",
+            "give the folder of the model that was not quantised",
+        )
+    return diffusers_class(architecture)
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
@@ -62,25 +57,18 @@ def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return the model that ``from_pretrained`` loads, and the names of weights that the files lack."""
-    _refuse_quantised(**kwargs)
-    kind, folder = diffusers_class(kwargs["architecture"]), folder_of(checkpoint)
-    arguments = options(folder, variant_of(checkpoint))
+    kind, folder = _class_for_weights(**kwargs), folder_of(checkpoint)
+    arguments: dict[str, Any] = {"local_files_only": True, "output_loading_info": True}
+    present = {name for name in DIFFUSERS.weights if (folder / name).is_file()}
+    if variant := variant_of(checkpoint):
+        arguments["variant"] = variant
+    elif present == {"diffusion_pytorch_model.bin.index.json"}:
+        arguments["use_safetensors"] = False  # else it looks for no shards of .bin
     called = f"{checkpoint}: {kind.__name__}.from_pretrained"
     with says(called, "choose the class from which the checkpoint was saved"):
-        model, info = kind.from_pretrained(
-            folder, torch_dtype=dtype, output_loading_info=True, **arguments
-        )
+        model, info = kind.from_pretrained(folder, torch_dtype=dtype, **arguments)
     buffers = dict(model.named_buffers())
     return model, [name for name in info["missing_keys"] if name not in buffers]
-
-
-def options(folder: Path, variant: str = "") -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` finds the weights of a folder, also .bin shards."""
-    if variant:
-        return {"local_files_only": True, "variant": variant}
-    bin_index = "diffusion_pytorch_model.bin.index.json"
-    names = {name for name in DIFFUSERS.weights if (folder / name).is_file()}
-    return {"local_files_only": True} | ({"use_safetensors": False} if names == {bin_index} else {})
 
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> None:

@@ -3,20 +3,21 @@
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any, Final
 
 import torch
 
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import ConfigError
 from weighin.models.pretrained import imported, says
-from weighin.stream.pretrained_folder import folder_of
+from weighin.stream.foreign import lacks
+from weighin.stream.pretrained_folder import CONFIG, folder_of
 from weighin.stream.pretrained_library import TIMM
-from weighin.text import first_names
 
 State = Mapping[str, torch.Tensor]
+
+_REPAIR: Final = "correct 'architecture', 'num_classes' and 'model_args' in config.json"
 
 _replacing: Final = Lock()
 
@@ -31,30 +32,28 @@ def model_and_load(
 ) -> tuple[torch.nn.Module, Callable[[State, Path], None]]:
     """Return the model of ``from_config``, and a function that loads values into it as timm does.
 
-    The function takes a file's tensors and the file; CheckpointError: timm would refuse the file, or
+    The function takes a file's tensors and the file; CheckpointError: timm refuses the file, or would
     initialise weights with random numbers.
     """
     dtype = torch.get_default_dtype()
-    seen: list[tuple[Any, Callable[..., None], Mapping[str, Any]]] = []
+    calls: list[tuple[Callable[..., None], Any, Mapping[str, Any], dict[str, Any]]] = []
 
-    def remember(
-        real: Callable[..., None], model: Any, pretrained_cfg: Mapping[str, Any], **arguments: Any
-    ) -> None:
-        seen.append((model, partial(real, model, **arguments), pretrained_cfg))
+    def remember(real: Any, model: Any, pretrained_cfg: Any, **arguments: Any) -> None:
+        calls.append((real, model, pretrained_cfg, arguments))
 
     with tempfile.TemporaryDirectory(prefix="weighin-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / CONFIG).write_text(json.dumps(config))
         torch.set_default_dtype(torch.float32)
         try:
             model = _created(architecture, Path(folder), remember)
         finally:
             torch.set_default_dtype(dtype)
-    if not seen or seen[0][0] is not model:
+    if not calls or calls[0][1] is not model:
         raise ConfigError(
             f"timm returns {architecture} as a feature extractor, which weighin cannot load",
             "leave 'features_only' out of model_args in config.json",
         )
-    _, real, pretrained_cfg = seen[0]
+    real, _, pretrained_cfg, arguments = calls[0]
     model.to(dtype)
     model.keeps_dtypes = True
 
@@ -62,12 +61,16 @@ def model_and_load(
         load_state_dict = model.load_state_dict
 
         def take(given: State, strict: bool = True) -> Any:
-            _check_complete(model, given, strict, file)
+            wanted = model.state_dict() if strict else dict(model.named_parameters())
+            if missing := sorted(wanted.keys() - given.keys()):
+                raise lacks(file, missing, type(model).__name__)
             return load_state_dict(given, strict=strict)
 
         model.load_state_dict = take
+        source = {**pretrained_cfg, "source": "", "state_dict": dict(state)}
         try:
-            real(pretrained_cfg={**pretrained_cfg, "source": "", "state_dict": dict(state)})
+            with says(f"{file}: timm", _REPAIR):
+                real(model, pretrained_cfg=source, **arguments)
         finally:
             del model.load_state_dict
 
@@ -112,29 +115,11 @@ def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interfa
     imported(TIMM)
 
 
-def _check_complete(
-    model: torch.nn.Module, state: Mapping[str, Any], strict: bool, file: Path
-) -> None:
-    wanted = model.state_dict().keys() if strict else dict(model.named_parameters()).keys()
-    problems = {
-        "has no values for": sorted(wanted - state.keys()),
-        "has more tensors than the model:": sorted(state.keys() - wanted) if strict else [],
-    }
-    for what, names in problems.items():
-        if names:
-            raise CheckpointError(
-                f"{file}: {what} {first_names(names)} of this {type(model).__name__}",
-                "correct 'architecture', 'num_classes' and 'model_args' in config.json: with the"
-                " present values, timm would refuse the file, or give some weights random values",
-            )
-
-
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return the model that timm loads, and an empty list, because timm leaves no weight out."""
-    repair = "choose the architecture from which the checkpoint was saved"
-    with says(f"{checkpoint}: timm.create_model", repair):
+    with says(f"{checkpoint}: timm.create_model", _REPAIR):
         return _created(kwargs["architecture"], folder_of(checkpoint)).to(dtype), []
 
 

@@ -7,8 +7,8 @@ from torch import nn
 
 
 def stack(*, layers: int, width: int, inner: int | None = None) -> nn.Module:
-    """Return ``layers`` linear layers without biases, of ``width`` x ``width``, in evaluation mode; with
-    ``inner``, they alternate between ``width`` x ``inner`` and ``inner`` x ``width``.
+    """Return linear layers without biases; with ``inner``, they alternate between ``width`` x ``inner``
+    and ``inner`` x ``width``.
     """
     sizes = (width, inner or width)
     made = (nn.Linear(sizes[at % 2], sizes[(at + 1) % 2], bias=False) for at in range(layers))
@@ -21,5 +21,4 @@ def nested(*, blocks: int, layers: int, width: int, inner: int | None = None) ->
 
 
 def example_inputs(*, width: int, **_: object) -> torch.Tensor:
-    """Return the argument of one forward pass: 1 x ``width`` ones."""
     return torch.ones(1, width)

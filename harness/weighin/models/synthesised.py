@@ -20,9 +20,8 @@ _MOST_BYTES = 64 * 1024**2  # of JSON, because records may be forged
 
 
 def from_tensors(*, tensors: str) -> nn.Module:
-    """Return a module tree with an uninitialised parameter, or buffer of integers, for each tensor.
-
-    ``tensors`` is a string of ``weighin.stream.slices.pack``, else ConfigError.
+    """Return a module tree with an uninitialised parameter, or buffer of integers, for each tensor in
+    a string of ``weighin.stream.slices.pack``, else ConfigError.
     """
     root = nn.Module()
     made: list[torch.Tensor] = []
@@ -70,19 +69,14 @@ def _expanded(name: str) -> Iterator[str]:
         yield name
         return
     first, last, listed = found.groups()
-    parts = listed.split(",") if listed else map(str, range(int(first), int(last) + 1))
-    for part in parts:
-        yield from _expanded(name[: found.start()] + part + name[found.end() :])
+    for part in listed.split(",") if listed else range(int(first), int(last) + 1):
+        yield from _expanded(f"{name[: found.start()]}{part}{name[found.end() :]}")
 
 
 def _put(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     *path, leaf = name.split(".")
-    owner = root
+    owner: Any = root
     for part in path:  # not add_module(), which refuses names such as "type"
-        child = owner._modules.setdefault(part, nn.Module())
-        assert child is not None
-        owner = child
-    if isinstance(tensor, nn.Parameter):
-        owner._parameters[leaf] = tensor
-    else:
-        owner._buffers[leaf] = tensor
+        owner = owner._modules.setdefault(part, nn.Module())
+    kind = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
+    getattr(owner, kind)[leaf] = tensor

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class RotaryTables(nn.Module):
+class Rotary(nn.Module):
     """Cosines and sines of rotary positions (Su et al., 2021) as non-persistent buffers."""
 
     cos: torch.Tensor
@@ -29,7 +29,7 @@ class RotaryTables(nn.Module):
         return x * self.cos[:length] + turned * self.sin[:length]
 
 
-class TiedBlock(nn.Module):
+class Block(nn.Module):
     """Rotary attention and feed-forward, each with an RMS norm before it and a residual connection."""
 
     def __init__(self, emb_dim: int, n_heads: int) -> None:
@@ -42,14 +42,13 @@ class TiedBlock(nn.Module):
         self.up = nn.Linear(emb_dim, 4 * emb_dim, bias=False)
         self.down = nn.Linear(4 * emb_dim, emb_dim, bias=False)
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
-        batch, length, emb_dim = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.n_heads, -1)
+    def forward(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         context = nn.functional.scaled_dot_product_attention(
             rotary(query), rotary(key), value, is_causal=True
         )
-        x = x + self.out(context.transpose(1, 2).reshape(batch, length, emb_dim))
+        x = x + self.out(context.transpose(1, 2).flatten(2))
         hidden: torch.Tensor = self.down(nn.functional.silu(self.up(self.norm2(x))))
         return x + hidden
 
@@ -58,12 +57,18 @@ class TiedModel(nn.Module):
     """Maps token ids (batch x length) to logits; ``head`` and ``embedding`` share one weight."""
 
     def __init__(
-        self, vocab_size: int, context_length: int, emb_dim: int, n_layers: int, n_heads: int
+        self,
+        *,
+        vocab_size: int,
+        emb_dim: int,
+        n_layers: int,
+        n_heads: int,
+        context_length: int = 256,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, emb_dim)
-        self.rotary = RotaryTables(context_length, emb_dim // n_heads)
-        self.blocks = nn.ModuleList(TiedBlock(emb_dim, n_heads) for _ in range(n_layers))
+        self.rotary = Rotary(context_length, emb_dim // n_heads)
+        self.blocks = nn.ModuleList(Block(emb_dim, n_heads) for _ in range(n_layers))
         self.norm = nn.RMSNorm(emb_dim)
         self.head = nn.Linear(emb_dim, vocab_size, bias=False)
         self.head.weight = self.embedding.weight
@@ -76,13 +81,9 @@ class TiedModel(nn.Module):
         return logits
 
 
-def tied(
-    *, vocab_size: int, emb_dim: int, n_layers: int, n_heads: int, context_length: int = 256
-) -> TiedModel:
-    """Return a ``TiedModel`` in evaluation mode."""
-    return TiedModel(vocab_size, context_length, emb_dim, n_layers, n_heads).eval()
+def tied(**sizes: int) -> TiedModel:
+    return TiedModel(**sizes).eval()
 
 
 def example_inputs(*, vocab_size: int, **_: object) -> tuple[torch.Tensor, ...]:
-    """Return the arguments of one forward pass: 1 x 16 token ids, equal in every call."""
     return ((torch.arange(16) * 7919 % vocab_size).unsqueeze(0),)

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from weighin.stream.bytes import Reader, memory_of
-from weighin.stream.slices import Slice, dtype_name
+from weighin.stream.slices import Slice, dtype_name, row_major
 
 if TYPE_CHECKING:
     from weighin.stream.reading import Lazy
@@ -31,14 +31,6 @@ freed memory."""
 
 Part = Callable[[torch.Tensor], torch.Tensor]
 """Takes a tensor of the model and returns the view that one source fills."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A tensor of the file or a computed one, and its dtype in the model."""
-
-    where: Slice
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,78 +57,65 @@ def in_place(converter: Any, layer_name: str, model: Any, jobs: "Jobs") -> Plann
     kinds = [type(operation).__name__ for operation in operations]
     try:
         if kinds[0] == "Fp8Dequantize":
-            sources = _of_fp8(operations.pop(0), layer_name, model, jobs)
+            jobs = _of_fp8(operations.pop(0), layer_name, model, jobs)
         elif kinds == ["Mxfp4Dequantize"]:
             operations.clear()
-            sources = _of_mxfp4(layer_name, model, jobs)
-        else:
-            sources = {
-                name: [Source(job.where, job.dtype) for job in group]
-                for name, group in jobs.items()
-            }
-        groups = [sources[name] for name in converter.source_patterns if sources.get(name)]
-        return _placed(operations, groups)
+            jobs = _of_mxfp4(layer_name, model, jobs)
+        return _placed(
+            operations, [jobs[name] for name in converter.source_patterns if jobs.get(name)]
+        )
     except _LibraryAloneError:
         return None
 
 
-def _placed(operations: Sequence[Any], groups: Sequence[Sequence[Source]]) -> Planned:
-    """Return the places of the sources in the result of stacking, or of stacking and joining."""
-    sources = [source for group in groups for source in group]
+def _placed(operations: Sequence[Any], groups: Sequence[Sequence["Lazy"]]) -> Planned:
+    """Return the places of the tensors in the result of stacking, or of stacking and joining."""
+    first, *others = (job for group in groups for job in group)
     kinds = [type(operation).__name__ for operation in operations]
-    dtype = sources[0].dtype
-    if not kinds and len(sources) == 1:
-        return Planned(sources[0].where.shape, dtype, [(sources[0].where, lambda out: out)])
-    joins = kinds == ["MergeModulelist", "Concatenate"]
-    stacks = kinds == ["MergeModulelist"] and len(groups) == 1
-    if not (joins or stacks) or any(source.dtype != dtype for source in sources):
+    if not (kinds or others):
+        return Planned(first.where.shape, first.dtype, [(first.where, lambda out: out)])
+    is_stack = kinds == ["MergeModulelist"] and len(groups) == 1
+    is_join = kinds == ["MergeModulelist", "Concatenate"]  # such as the stacks of gate and up
+    if not (is_stack or is_join) or any(job.dtype != first.dtype for job in others):
         raise _LibraryAloneError
     stack, join = operations[0].dim, operations[-1].dim
+    try:
+        stacks = [
+            torch.stack([torch.empty(job.where.shape, device="meta") for job in group], stack)
+            for group in groups
+        ]
+        whole = torch.cat(stacks, join) if is_join else stacks[0]
+    except (IndexError, RuntimeError):  # transformers raises the error
+        raise _LibraryAloneError from None
     parts: list[tuple[Slice, Part]] = []
-    shape: list[int] = []
     at = 0
-    for group in groups:  # such as gate and up
-        one = [*group[0].where.shape]
-        if any(each.where.shape != group[0].where.shape for each in group):
-            raise _LibraryAloneError
-        one.insert(stack, len(group))
-        others = [*one[:join], *one[join + 1 :]]
-        if not 0 <= stack <= len(one) or not 0 <= join < len(one):
-            raise _LibraryAloneError
-        if shape and others != [*shape[:join], *shape[join + 1 :]]:
-            raise _LibraryAloneError
-        for number, each in enumerate(group):
-            parts.append((each.where, partial(_part, join, at, one[join], stack, number, joins)))
-        shape, at = one, at + one[join]
-    if joins:
-        shape[join] = at
-    return Planned(tuple(shape), dtype, parts)
+    for group, stacked in zip(groups, stacks, strict=True):
+        width = stacked.shape[join]
+        for number, job in enumerate(group):
+            parts.append((job.where, partial(_part, join, at, width, stack, number)))
+        at += width
+    return Planned(tuple(whole.shape), first.dtype, parts)
 
 
 def _part(
-    join: int, at: int, width: int, stack: int, number: int, joins: bool, out: torch.Tensor
+    join: int, at: int, width: int, stack: int, number: int, out: torch.Tensor
 ) -> torch.Tensor:
-    return (out.narrow(join, at, width) if joins else out).select(stack, number)
+    return out.narrow(join, at, width).select(stack, number)
 
 
 def _computed(
-    codes: Slice,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    fill: Callable[[torch.Tensor], None],
-) -> Source:
-    """Return a tensor whose values a function computes, as a source that fills a part of the model."""
-    steps = torch.empty(shape, device="meta").stride()
+    lazy: "Lazy", shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[torch.Tensor], None]
+) -> "Lazy":
+    """Return a tensor of the file whose values a function computes."""
     name = dtype_name(dtype)
-    return Source(replace(codes, shape=shape, stride=steps, dtype_name=name, fill=fill), dtype)
+    where = replace(lazy.where, shape=shape, stride=row_major(shape), dtype_name=name, fill=fill)
+    return replace(lazy, where=where, dtype=dtype)
 
 
-def rows_of(where: Slice, first: int, last: int) -> Slice:
+def _rows(where: Slice, first: int, last: int) -> Slice:
     """Return the rows from ``first`` to before ``last`` of a contiguous tensor."""
-    row_bytes = where.nbytes // max(1, where.shape[0])
-    return replace(
-        where, shape=(last - first, *where.shape[1:]), offset=where.offset + first * row_bytes
-    )
+    offset = where.offset + first * (where.nbytes // max(1, where.shape[0]))
+    return replace(where, shape=(last - first, *where.shape[1:]), offset=offset)
 
 
 def _read(reader: Reader, where: Slice) -> torch.Tensor:
@@ -150,7 +129,7 @@ def _read(reader: Reader, where: Slice) -> torch.Tensor:
 # -- fp8, and other codes with a scale for each block
 
 
-def _of_fp8(operation: Any, layer_name: str, model: Any, jobs: "Jobs") -> dict[str, list[Source]]:
+def _of_fp8(operation: Any, layer_name: str, model: Any, jobs: "Jobs") -> "Jobs":
     if not (hasattr(operation, "_get_target_dtype") and hasattr(operation, "_dequantize_one")):
         raise _LibraryAloneError
     dtype = operation._get_target_dtype(model, layer_name)
@@ -160,7 +139,7 @@ def _of_fp8(operation: Any, layer_name: str, model: Any, jobs: "Jobs") -> dict[s
             continue
         scales = jobs.get(f"{name}_scale_inv")
         if scales is None:  # not quantised
-            made[name] = [Source(job.where, job.dtype) for job in group]
+            made[name] = group
         elif len(scales) != len(group) or dtype is None:
             raise _LibraryAloneError
         else:
@@ -169,7 +148,7 @@ def _of_fp8(operation: Any, layer_name: str, model: Any, jobs: "Jobs") -> dict[s
     return made
 
 
-def _fp8(operation: Any, dtype: torch.dtype, codes: "Lazy", scale: "Lazy") -> Source:
+def _fp8(operation: Any, dtype: torch.dtype, codes: "Lazy", scale: "Lazy") -> "Lazy":
     """Return the weights of one matrix of codes, to be computed some rows at a time.
 
     transformers divides a matrix equally among its scales. If the last block of rows or columns is
@@ -196,7 +175,7 @@ def _fp8(operation: Any, dtype: torch.dtype, codes: "Lazy", scale: "Lazy") -> So
         with closing(Reader()) as reader, torch.no_grad():
             scales = _read(reader, scale.where)
             for first, last in _whole_blocks(rows, unit, PIECE_ELEMENTS // max(1, width)):
-                part = _read(reader, rows_of(where, first, last))
+                part = _read(reader, _rows(where, first, last))
                 if missing:
                     part = pad(part.view(torch.uint8), (0, missing)).view(part.dtype)
                 has_rows = len(grid) == 2 and grid[0] > 1
@@ -204,7 +183,7 @@ def _fp8(operation: Any, dtype: torch.dtype, codes: "Lazy", scale: "Lazy") -> So
                 values = operation._dequantize_one(part, some, output_dtype=dtype)
                 out[first:last] = values[:, :columns]
 
-    return _computed(where, (rows, columns), dtype, fill)
+    return _computed(codes, (rows, columns), dtype, fill)
 
 
 def _block(size: int, count: int, named: int | None) -> int:
@@ -234,13 +213,14 @@ def _whole_blocks(rows: int, unit: int, step: int) -> Iterator[tuple[int, int]]:
 # -- MXFP4, whose experts become columns
 
 
-def _of_mxfp4(layer_name: str, model: Any, jobs: "Jobs") -> dict[str, list[Source]]:
+def _of_mxfp4(layer_name: str, model: Any, jobs: "Jobs") -> "Jobs":
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     found = {name.rpartition("_")[2].rstrip("$"): group for name, group in jobs.items()}
     if set(found) != {"blocks", "scales"} or any(len(group) != 1 for group in found.values()):
         raise _LibraryAloneError
-    (blocks,), (scales,) = ([job.where for job in found[name]] for name in ("blocks", "scales"))
+    (job,) = found["blocks"]
+    blocks, scales = job.where, found["scales"][0].where
     if len(blocks.shape) != 4 or blocks.shape[:3] != scales.shape:
         raise _LibraryAloneError
     if not (blocks.contiguous and scales.contiguous):
@@ -254,17 +234,12 @@ def _of_mxfp4(layer_name: str, model: Any, jobs: "Jobs") -> dict[str, list[Sourc
         with closing(Reader()) as reader, torch.no_grad():
             for expert, first in product(range(experts), range(0, rows, step)):
                 last = min(first + step, rows)
-                some = [
-                    _read(reader, rows_of(_matrix(one, expert), first, last))[None]
-                    for one in (blocks, scales)
-                ]
+                some = []
+                for one in (blocks, scales):
+                    matrix = _rows(one, expert, expert + 1)
+                    matrix = replace(matrix, shape=one.shape[1:], stride=one.stride[1:])
+                    some.append(_read(reader, _rows(matrix, first, last))[None])
                 out[expert, :, first:last] = convert_moe_packed_tensors(*some, dtype=dtype)[0]
 
-    source = _computed(blocks, (experts, 2 * groups * size, rows), dtype, fill)
-    return {next(iter(jobs)): [source]}
-
-
-def _matrix(where: Slice, number: int) -> Slice:
-    """Return one tensor of a stack."""
-    one = rows_of(where, number, number + 1)
-    return replace(one, shape=one.shape[1:], stride=one.stride[1:])
+    made = _computed(job, (experts, 2 * groups * size, rows), dtype, fill)
+    return {next(iter(jobs)): [made]}

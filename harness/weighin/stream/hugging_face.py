@@ -8,64 +8,55 @@ weights.
 
 import logging
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
-from weighin import install
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError, ConfigError, extra
+from weighin.models import pretrained
 from weighin.models.description import chosen_class, described_gguf
-from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class, says
 from weighin.stream import foreign, formats, quantised, sentence_parts
 from weighin.stream import gguf_files as gguf
 from weighin.stream.bytes import mapped
 from weighin.stream.construct import construct, without_weights
-from weighin.stream.foreign import lacks, misfit, no_model
+from weighin.stream.foreign import lacks, no_model
 from weighin.stream.pipeline import is_pipeline
 from weighin.stream.pretrained_folder import (
     CONFIG,
     PretrainedFolder,
     adapter_note,
-    auto_class,
     cached_snapshot,
-    digest,
     dtype_of,
     find_weights,
-    from_pretrained_arguments,
     is_pretrained,
     path_of,
     read_folder,
     refuse_adapter,
 )
-from weighin.stream.pretrained_library import DIFFUSERS, TIMM, FolderChoice, Selection
+from weighin.stream.pretrained_library import (
+    ARGUMENT,
+    DIFFUSERS,
+    TIMM,
+    FolderChoice,
+    Selection,
+    module_of,
+)
 from weighin.stream.reading import Load, reading
 from weighin.stream.slices import Slice
-from weighin.text import first_names, one_line, plain
+from weighin.text import one_line, plain
 
 _log = logging.getLogger("weighin")
 
-_REPAIR: Final = (
-    "install another version of transformers (the folder was written with the transformers_version in"
-    " config.json), or correct config.json"
-)
-
-
-class _Wanted(NamedTuple):
-    """The dtype of the model, or None for its own, its device, and the number of reading threads."""
-
-    dtype: torch.dtype | str | None
-    device: torch.device
-    threads: int | None
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype for a library that builds models in float32."""
-        kind = self.dtype or torch.float32
-        named: torch.dtype = getattr(torch, kind) if isinstance(kind, str) else kind
-        return named
+_USED: Final = {
+    "a GGUF file": ("model_class", "adapter"),
+    "a sentence-transformers folder of several parts": ("revision",),
+    "a folder of diffusers": ("variant", "revision"),
+    "a folder of timm": ("variant", "revision", "key", "strip_prefix"),
+}
+"""The arguments that have a meaning for a kind of folder, beside ``dtype``, ``device`` and ``threads``."""
 
 
 def load_pretrained(
@@ -124,27 +115,34 @@ def load_pretrained(
         path = cached_snapshot(str(folder), revision) or path
     if is_pipeline(path):
         raise no_model(path)
-    wanted = _Wanted(None if dtype == "auto" else dtype, torch.device(device), threads)
+    given = {
+        "variant": variant, "model_class": model_class, "revision": revision, "key": key,
+        "strip_prefix": strip_prefix, "adapter": adapter, "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+
+    def check_used(kind: str) -> None:
+        if ignored := [name for name, one in given.items() if one and name not in _USED[kind]]:
+            raise ConfigError(
+                f"{path}: {kind}, for which load_pretrained has no {' and no '.join(ignored)}",
+                "leave it out, or give the folder of a model of transformers, such as one of its parts",
+            )
+
+    kind = None if dtype == "auto" else dtype
+    place = torch.device(device)
+    options: dict[str, Any] = {"dtype": kind or "auto"}
+    if place.type != "cpu":
+        options["device_map"] = {"": place}
     selection = Selection(key, strip_prefix)
     if find_weights(path, variant) is None and gguf.matches(path):
-        if selection or variant or trust_remote_code:
-            raise ConfigError(
-                f"{path}: a GGUF file holds only the weights of one model, so that key and strip_prefix"
-                " have nothing to select, and variant and trust_remote_code no meaning",
-                "leave them out: they choose the model in a folder or in a training checkpoint",
-            )
-        return _with_adapter(_of_gguf(gguf.file_of(path), model_class, wanted), adapter)
+        check_used("a GGUF file")
+        file = gguf.file_of(path)
+        named = model_class or described_gguf(file)["architecture"]
+        load = Load(gguf.read(file), threads, ignores_adapter=True)
+        return _loaded({"architecture": named, ARGUMENT: adapter}, file, load, options)
     is_bare = bool(model_class or adapter)  # the transformer alone
     if sentence_parts.matches(path) or (sentence_parts.has_more_parts(path) and not is_bare):
-        if selection or variant or is_bare or trust_remote_code:
-            names = sentence_parts.own_folders(path)
-            raise ConfigError(
-                f"{path}: a sentence-transformers folder of several parts, with weights in"
-                f" {', '.join(names)}: for such a folder, load_pretrained accepts only the"
-                " arguments dtype, device, threads and revision",
-                f"give the folder of one part: {path / names[0]}",
-            )
-        return _of_sentences(path, wanted)
+        check_used("a sentence-transformers folder of several parts")
+        return _of_sentences(path, kind, place, threads)
     if not is_pretrained(path):
         if broken := foreign.broken_link(path / CONFIG):
             raise broken
@@ -154,218 +152,140 @@ def load_pretrained(
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
     found = read_folder(path, FolderChoice(variant, model_class, revision, trust_remote_code))
-    if found.library is TIMM:
-        return _of_timm(found, type(folder)(path), selection, wanted)
-    if found.library is DIFFUSERS:
-        return _of_diffusers(found, selection, wanted)
-    model = _of_transformers(found, selection, wanted, merges=bool(adapter))
+    if found.library in (DIFFUSERS, TIMM):
+        check_used(f"a folder of {found.library.name}")
+        wanted = getattr(torch, kind) if isinstance(kind, str) else kind or torch.float32
+        if found.library is DIFFUSERS:
+            return _of_diffusers(found, wanted, threads).to(place).eval()
+        model = _of_timm(found, selection, wanted).to(place)
+        model.pretrained_cfg["file"] = str(type(folder)(path))
+        return model
+    slices = formats.read(found.checkpoint, selection)
+    load = Load(slices, threads, ignores_adapter=True)
+    model = _of_transformers(found, slices, load, adapter, options)
     if not Path(folder).exists():  # the id of a model of the Hub
         model.config._name_or_path = model.name_or_path = str(folder)
-    return _with_adapter(model, adapter)
-
-
-def _with_adapter(model: Any, adapter: Path | str) -> Any:
-    if not adapter:
-        return model
-    with reading(Load((), None)):  # for glibc's limit
-        return merged(model, adapter)
-
-
-def _of_transformers(
-    found: PretrainedFolder, selection: Selection, wanted: _Wanted, *, merges: bool
-) -> Any:
-    path, checkpoint = found.path, found.checkpoint
-    dtype_of(found.config)  # raises for a dtype that transformers cannot read
-    if not merges:
-        refuse_adapter(path)
-        if note := adapter_note(path):
-            _log.warning(note)
-    slices = formats.read(checkpoint, selection)
-    codes = quantised.of_folder(path, found.config, slices)
-    if codes and not codes.dequantises:
-        raise codes.error(path)
-    name, in_code = chosen_class(found)
-    if in_code:
-        auto_class(found.config, name)  # raises ConfigError if there is no code of this class
-    code = {"folder": str(path.absolute()), "sha256": digest(path)} if in_code else None
-    kind = pretrained_class(name, code, found.config)
-    load = Load(slices, wanted.threads, ignores_adapter=True)
-    try:
-        arguments = from_pretrained_arguments(checkpoint) | arguments_to_dequantise(checkpoint)
-        model = _called(kind, arguments, load, checkpoint, wanted)
-    except (ConfigError, ImportError) as error:
-        if codes is None:
-            raise
-        raise ConfigError(
-            f"{path}: the model is {codes.summary}; from_pretrained fails: {one_line(str(error))}",
-            "install the packages that transformers names, or correct quantization_config in config.json",
-        ) from error
-    unexpected = {name for info in load.infos for name in info.unexpected_keys}
-    _check_codes(model, checkpoint, slices, unexpected, codes)
-    method = quantised.method_of(path, found.config)
-    if method and codes is None and any(info.missing_keys for info in load.infos):
-        raise CheckpointError(
-            f"{checkpoint}: quantised with {method}, as config.json says, which transformers does not"
-            " have: it finds codes, and no weights",
-            "load the model with the library that quantised it",
-        )
-    _check_complete(model, checkpoint, load)
     return model
 
 
-def _called(
-    kind: Any, arguments: Mapping[str, Any], load: Load, checkpoint: Path, wanted: _Wanted
-) -> Any:
-    """Call ``from_pretrained``, and turn any of its errors into ours, with transformers' own words."""
-    device = wanted.device
-    places = {} if device.type == "cpu" else {"device_map": {"": device}}
-    called = f"{checkpoint}: {kind.__name__}.from_pretrained"
+def _loaded(kwargs: dict[str, Any], checkpoint: Path, load: Load, options: dict[str, Any]) -> Any:
+    """Return the model that transformers loads; raise CheckpointError if it has drawn weights at random."""
     try:
-        with says(called, _REPAIR), reading(load):
-            return kind.from_pretrained(**arguments, dtype=wanted.dtype or "auto", **places)
-    except ImportError as error:
-        raise ConfigError(
-            f"{kind.__name__}.from_pretrained fails: {one_line(str(error))}",
-            "install the package that transformers names",
-        ) from error
+        with reading(load):
+            model, missing = pretrained.reference(kwargs, checkpoint, **options)
     except CheckpointError as error:
-        info = load.infos[-1] if load.infos else None
-        if info and info.mismatched_keys:
-            names = sorted(plain(str(name)) for name, *_ in info.mismatched_keys)
-            raise misfit(checkpoint, kind.__name__, {"of another shape": names}) from error
-        if info and info.conversion_errors:
-            name, text = next(iter(info.conversion_errors.items()))
+        failed = load.infos[-1].conversion_errors if load.infos else {}
+        for name, text in failed.items():  # transformers only logs them
             said = one_line(text.partition("\nError")[0].splitlines()[-1])
-            raise CheckpointError(
-                f"{called} fails: it cannot convert {plain(name)}: {said}", _REPAIR
-            ) from error
+            error.message += f"; it cannot convert {plain(name)}: {said}"
+            break
         raise
-
-
-def _check_complete(model: Any, checkpoint: Path, load: Load) -> None:
-    """Raise CheckpointError if the library has given weights random values."""
     buffers = dict(model.named_buffers())
-    missing = sorted(name for info in load.infos for name in info.missing_keys - buffers.keys())
-    if missing:
-        raise lacks(checkpoint, missing, type(model).__name__)
+    if drawn := [name for name in missing if name not in buffers]:
+        raise lacks(checkpoint, drawn, type(model).__name__)
+    return model
 
 
-def _check_codes(
-    model: Any,
-    checkpoint: Path,
+def _of_transformers(
+    found: PretrainedFolder,
     slices: Sequence[Slice],
-    unexpected: set[str],
-    found: quantised.Quantised | None,
-) -> None:
+    load: Load,
+    adapter: Path | str,
+    options: dict[str, Any],
+) -> Any:
+    dtype_of(found.config)  # raises for a dtype that transformers cannot read
+    if not adapter:
+        refuse_adapter(found.path)
+        if note := adapter_note(found.path):
+            _log.warning(note)
+    codes = quantised.of_folder(found.path, found.config, slices)
+    if codes and not codes.dequantises:
+        raise codes.error(found.path)
+    name, code = chosen_class(found)
+    kwargs = {"architecture": name, "config": found.config, "code": code, ARGUMENT: adapter}
+    model = _loaded(kwargs, found.checkpoint, load, options)
+    _check_codes(model, found.checkpoint, slices, load)
+    return model
+
+
+def _check_codes(model: Any, checkpoint: Path, slices: Sequence[Slice], load: Load) -> None:
     """Raise CheckpointError if transformers has taken quantised codes for weights.
 
-    ``unexpected`` are the keys that transformers left out. Integers or 8-bit floats count as codes if
-    the model has another float dtype, and a key of the same module, the scale, was left out.
+    Integers or 8-bit floats count as codes if the model has another float dtype, and transformers left
+    out a key of the same module, the scale.
     """
-    if not unexpected:
-        return
-    if found and (
-        left := [
-            name
-            for name, (_, scales) in quantised.find_codes(slices).items()
-            if scales in unexpected
-        ]
-    ):
-        raise CheckpointError(
-            f"{checkpoint}: {found.summary}; quantization_config in config.json does not describe"
-            f" {first_names(left)}",
-            "copy 'quantization_config' from the config.json that the quantising library wrote"
-            " beside the weights",
-        )
+    unexpected = {name for info in load.infos for name in info.unexpected_keys}
     scales = {name.rpartition(".")[0]: name for name in unexpected}
-    tensors = model.state_dict()
-    for one in slices:
+    tensors = model.state_dict() if scales else {}
+    for one in slices if scales else ():
         scale = scales.get(one.name.rpartition(".")[0])
         target = tensors.get(one.name, tensors.get(f"{model.base_model_prefix}.{one.name}"))
-        is_code = one.dtype.itemsize == 1 or not one.dtype.is_floating_point
+        is_code = one.dtype.itemsize == 1 or not (
+            one.dtype.is_floating_point or one.dtype.is_complex
+        )
         if scale is None or target is None or not is_code or one.dtype is torch.bool:
             continue
-        if not one.dtype.is_complex and target.is_floating_point():
+        if target.is_floating_point():
             raise CheckpointError(
                 f"{checkpoint}: {plain(one.name)} is {one.dtype_name} in the file, but the model has no"
                 f" {plain(scale)}: the values are quantised codes, which mean nothing without this"
                 " scale",
-                "load the model with the library that quantised the weights",
+                "load the model with the library that quantised the weights, or copy its"
+                " 'quantization_config' into config.json",
             )
 
 
-def _of_gguf(file: Path, model_class: str, wanted: _Wanted) -> Any:
-    kind = pretrained_class(model_class or described_gguf(file)["architecture"])
-    load = Load(gguf.read(file), wanted.threads, ignores_adapter=True)
-    model = _called(kind, from_pretrained_arguments(file), load, file, wanted)
-    _check_complete(model, file, load)
-    return model
-
-
-def _of_diffusers(found: PretrainedFolder, selection: Selection, wanted: _Wanted) -> Any:
-    from weighin.models import pretrained_diffusers  # few loads need this import
-
-    if selection:
-        raise ConfigError(
-            f"{found.path}: key and strip_prefix select weights only for a model of transformers or timm",
-            "leave them out",
-        )
-    name, file = str(found.library.class_in(found.config)), found.checkpoint
-    kwargs = {"architecture": name, "config": found.config}
-    with reading(Load((), wanted.threads)):
-        model, missing = pretrained_diffusers.reference(kwargs, file, wanted.torch_dtype)
+def _of_diffusers(found: PretrainedFolder, dtype: torch.dtype, threads: int | None) -> Any:
+    file = found.checkpoint
+    kwargs = {"architecture": found.library.class_in(found.config), "config": found.config}
+    with reading(Load((), threads)):
+        model, missing = module_of(DIFFUSERS.builder).reference(kwargs, file, dtype)
     if missing:
         raise lacks(file, missing, type(model).__name__)
-    return own(model, formats.files(file)).to(wanted.device).eval()
+    return own(model, formats.files(file))
 
 
-def _of_timm(
-    found: PretrainedFolder, home: Path | str, selection: Selection, wanted: _Wanted
-) -> Any:
-    from weighin.models.pretrained_timm import model_and_load  # few loads need this import
-
+def _of_timm(found: PretrainedFolder, selection: Selection, dtype: torch.dtype) -> Any:
     loads = []
 
     def build() -> torch.nn.Module:
-        model, load = model_and_load(str(found.library.class_in(found.config)), found.config)
+        architecture = str(found.library.class_in(found.config))
+        model, load = module_of(TIMM.builder).model_and_load(architecture, found.config)
         loads.append(load)
-        return model
+        return model  # type: ignore[no-any-return]
 
     slices = formats.read(found.checkpoint, selection)
-    model: Any = without_weights(partial(construct, build, wanted.torch_dtype), real_buffers="all")
+    model: Any = without_weights(partial(construct, build, dtype), real_buffers="all")
     maps: dict[Path, mmap.mmap] = {}
     loads[-1]({one.name: mapped(one, maps) for one in slices}, found.checkpoint)
-    model.pretrained_cfg["file"] = str(home)
     del model.keeps_dtypes
-    return model.to(wanted.device)
+    return model
 
 
-def _of_sentences(folder: Path, wanted: _Wanted) -> Any:
+def _of_sentences(
+    folder: Path, dtype: torch.dtype | str | None, device: torch.device, threads: int | None
+) -> Any:
     """Return the model that ``SentenceTransformer(folder, device=device)`` returns.
 
     The dtype goes to the package's ``model_kwargs``; None chooses the package's own default.
     """
-    files, parts = (
-        sentence_parts.read(folder, formats.read).files,
-        sentence_parts.own_folders(folder),
-    )
-    names = ", ".join(parts)
-    what = f"{folder}: a sentence-transformers folder of several parts, with weights in {names},"
-    try:
-        import sentence_transformers as package
-    except ImportError as error:
-        raise ConfigError(
-            f"{what} needs the package sentence-transformers, which cannot be imported: {error}",
-            install.command("sentence-transformers"),
-        ) from None
-    options: dict[str, Any] = {"model_kwargs": {"dtype": wanted.dtype}} if wanted.dtype else {}
-    load = Load((), wanted.threads)
-    call = f"{what} is a model that sentence-transformers {package.__version__} cannot load: it"
-    with says(call, f"give the folder of one part: {folder / parts[0]}"), reading(load):
-        model = package.SentenceTransformer(
-            str(folder), device=str(wanted.device), local_files_only=True, **options
+    files = sentence_parts.read(folder, formats.read).files
+    parts = sentence_parts.own_folders(folder)
+    what = f"{folder}: a sentence-transformers folder of several parts, with weights in {', '.join(parts)}"
+    with extra("sentence-transformers", f"{what},"):
+        from sentence_transformers import SentenceTransformer
+    options: dict[str, Any] = {"model_kwargs": {"dtype": dtype}} if dtype else {}
+    load = Load((), threads)
+    repair = f"give the folder of one part: {folder / parts[0]}"
+    with pretrained.says(f"{what}: SentenceTransformer", repair), reading(load):
+        model = SentenceTransformer(
+            str(folder), device=str(device), local_files_only=True, **options
         )
-    _check_complete(model, folder, load)
+    buffers = dict(model.named_buffers())
+    if missing := sorted(
+        name for info in load.infos for name in info.missing_keys - buffers.keys()
+    ):
+        raise lacks(folder, missing, type(model).__name__)
     return own(model, files)
 
 

@@ -11,7 +11,7 @@
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from weighin.errors import CheckpointError
 from weighin.files import MIB, object_in
@@ -69,19 +69,18 @@ def is_pipeline(path: Path) -> bool:
 def read(path: Path) -> Pipeline:
     """Return the pipeline in a folder, with subfolders that have weights, but are not in the index."""
     index = object_in(path / INDEX, MIB)
-    named: dict[str, Any] = {
-        name: value
-        for name, value in index.items()
-        if isinstance(value, list)
-        and [isinstance(each, str) for each in value] == [True, True]  # [library, class]
-        and Path(name).name == name
-    }
-    folders = sorted(inner.name for inner in path.iterdir() if _weights_bytes(inner) is not None)
-    names = dict.fromkeys([*named, *folders])
-    parts = []
-    for name in names:
-        library, class_name = named.get(name, ("", ""))
-        parts.append(Part(name, library, class_name, path / name, _weights_bytes(path / name)))
+    named = {}
+    for name, value in index.items():
+        is_part = isinstance(value, list) and [type(one) for one in value] == [str, str]
+        if is_part and Path(name).name == name:
+            named[name] = value  # its library and class
+    for inner in sorted(path.iterdir()):
+        if _weights_bytes(inner) is not None:
+            named.setdefault(inner.name, ["", ""])
+    parts = [
+        Part(name, library, kind, path / name, _weights_bytes(path / name))
+        for name, (library, kind) in named.items()
+    ]
     return Pipeline(path, str(index.get("_class_name", "")), tuple(parts))
 
 

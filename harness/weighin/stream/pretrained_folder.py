@@ -13,6 +13,7 @@ A few old models have an id without an owner, such as "gpt2".
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,21 +44,14 @@ BUILDER: Final = TRANSFORMERS.builder
 CONFIG: Final = "config.json"
 AUTO_MAP: Final = "auto_map"
 """The key that names the folder's own code: {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}."""
-CODE_IS_REFUSED: Final = (
-    "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict, recommend,"
-    " convert; in Python: trust_remote_code=True)"
-)
-"""The repair for a model that needs the folder's code, if --trust-remote-code is not given."""
 MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """The dtypes in which a model can be built: those that ``torch.set_default_dtype`` accepts."""
 
 _BASE: Final = "AutoModel"
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_OF_ADAPTER: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _INDEX: Final = "index.json"
 _DEEPEST: Final = 4  # folders between a file of weights and the config.json that names the file
 _EXPLICIT: Final = "transformers_weights"
-_EXPLICIT_ENDS: Final = (".safetensors", ".safetensors.index.json")
 _MOST_LAYERS: Final = 100_000
 _RESAVE: Final = "save the folder again with model.save_pretrained(FOLDER)"
 _VARIANT: Final = re.compile(
@@ -98,10 +92,15 @@ class PretrainedFolder:
         return asked or next(iter(self.architectures), _BASE)
 
 
+# -- The files of a folder -------------------------------------------------------------------------
+
+
+def is_pretrained(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
 def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder:
-    """Return a Hugging Face folder with the weights that ``choice`` selects; CheckpointError if it has
-    none of the variant, or ``config.json`` is damaged.
-    """
+    """Return a Hugging Face folder with the weights that ``choice`` selects; else CheckpointError."""
     try:
         text = read_bytes(path / CONFIG)
         config = parse_json(text, finite=False)
@@ -123,15 +122,123 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
     return PretrainedFolder(path, config, weights_in(path, choice.variant), choice)
 
 
+def find_weights(path: Path, variant: str = "") -> Path | None:
+    """Return the file of a folder's weights, the folder itself for shards with the usual index, or None."""
+    if (explicit := _explicit(path)) is not None:
+        return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
+    file = next(_candidates(path, variant), None)
+    return path if file and file.name.endswith(_INDEX) else file
+
+
+def weights_in(path: Path, variant: str = "") -> Path:
+    if found := find_weights(path, variant):
+        return found
+    if variant and (usual := find_weights(path)):
+        raise CheckpointError(
+            f"{path}: has no weights of the variant {variant!r}, only {usual.name}",
+            "leave variant out",
+        )
+    raise no_model(path)
+
+
+def index_in(path: Path) -> Path:
+    return next(file for file in _candidates(path) if file.name.endswith(_INDEX))
+
+
+def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
+    libraries = (library_in(object_in(path / CONFIG)), *LIBRARIES)
+    names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
+    return (path / name for name in names if (path / name).is_file())
+
+
+def _explicit(path: Path) -> Path | None:
+    """Return the file that the key ``transformers_weights`` names, or None if there is no such key."""
+    name = object_in(path / CONFIG).get(_EXPLICIT)
+    if name is None:
+        return None
+    place = Path(name if isinstance(name, str) else "")
+    what = f"are missing: {short(name)}"
+    if (
+        "\0" in place.name
+        or ".." in place.parts
+        or place.is_absolute()
+        or not place.name.endswith((".safetensors", ".safetensors.index.json"))
+    ):
+        what = f"are {short(name)}: neither a safetensors file nor an index in this folder"
+    elif (path / place).is_file():
+        return path / place
+    elif broken := foreign.broken_link(path / place):
+        raise broken
+    raise CheckpointError(
+        f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names {what}; from_pretrained fails, too",
+        f"correct '{_EXPLICIT}', or remove the key, so that model.safetensors is read",
+    )
+
+
+def folder_of(checkpoint: Path) -> Path:
+    """Return a checkpoint's folder, or that above it whose ``config.json`` has ``transformers_weights``."""
+    if checkpoint.is_dir():
+        return checkpoint
+    parents = [path for path in checkpoint.parents[:_DEEPEST] if is_pretrained(path)]
+    named = (path for path in parents[:1] if path == checkpoint.parent or _explicit(path))
+    return next(named, checkpoint.parent)
+
+
+def variant_of(checkpoint: Path) -> str:
+    """Return the variant, such as "fp16", in the name of a file of weights or index; else empty."""
+    match = _VARIANT.fullmatch(checkpoint.name)
+    return (match[1] or match[2]) if match else ""
+
+
+def refuse_part(checkpoint: Path, selection: Selection) -> None:
+    """Raise CheckpointError for any ``selection`` in a checkpoint that ``from_pretrained`` reads."""
+    if selection and is_pretrained_checkpoint(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint}: --key and strip_prefix do not apply to this folder, which from_pretrained"
+            " always loads whole",
+            "write the selected weights into a new folder, and copy config.json there: weighin"
+            f" convert {checkpoint} NEW/model.safetensors {' '.join(selection.options)}",
+        )
+
+
+def is_pretrained_checkpoint(checkpoint: Path) -> bool:
+    """Tell whether from_pretrained can read a checkpoint: GGUF, or any in a Hugging Face folder."""
+    return is_pretrained(folder_of(checkpoint)) or gguf.is_file(checkpoint)
+
+
+def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
+    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder.
+
+    Raises:
+        CheckpointError: it would read another file of the folder, or no file.
+    """
+    folder, variant = folder_of(checkpoint), variant_of(checkpoint)
+    arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    if gguf.is_file(checkpoint):
+        return arguments | {"gguf_file": checkpoint.name}
+    if (read := find_weights(folder, variant)) != checkpoint:
+        raise CheckpointError(
+            f"{checkpoint}: from_pretrained would not read this file, but"
+            f" {read.name if read else 'no file'} in the file's folder",
+            f"write this file's name into {CONFIG}, as '{_EXPLICIT}'; or give the model"
+            f" from:{checkpoint} to load its tensors without the model's class",
+        )
+    return arguments | ({"variant": variant} if variant else {})
+
+
+# -- dtypes ----------------------------------------------------------------------------------------
+
+
 def dtype_of(config: Mapping[str, Any]) -> str | None:
     """Return the dtype that a ``config.json`` names, or None. transformers takes that of the key "" in a dict
     of dtypes for parts, or float32.
     """
-    names = [config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None]
-    if not names:
-        return None
-    name = names[0].get("", "float32") if isinstance(names[0], dict) else names[0]
-    return checked_dtype(name, Path(CONFIG))
+    name = config.get("dtype")
+    if name is None:
+        name = config.get("torch_dtype")
+    if isinstance(name, dict):
+        name = name.get("", "float32")
+    return None if name is None else checked_dtype(name, Path(CONFIG))
 
 
 def checked_dtype(name: object, file: Path) -> str:
@@ -145,54 +252,106 @@ def checked_dtype(name: object, file: Path) -> str:
 
 
 def own_dtype(model: ModelSpec) -> str:
-    """Return the dtype in which a model was published: that in the configuration of a model of transformers
-    or in weighin's own arguments, else float32.
-    """
+    """Return the dtype in which a model was published; float32 if nothing says it."""
     if library := library_of(model.builder):
         return library.fixed_dtype or dtype_of(model.kwargs["config"]) or "float32"
     return (model.builder.startswith("weighin.models.") and dtype_of(model.kwargs)) or "float32"
 
 
+# -- Models that were read from a folder -----------------------------------------------------------
+
+
 def folder_library(model: ModelSpec) -> str:
-    """Return the library whose folder a model was read from; "" if from no folder: a model of transformers
-    that is built into weighin lacks the key for the class, which may be null.
-    """
+    """Return the library whose folder a model was read from; "" if from no folder."""
     library = library_of(model.builder)
+    # A model of transformers that is built into weighin lacks the key, which may be null.
     return library.name if library and library.class_key in model.kwargs["config"] else ""
 
 
 def is_folder(model: ModelSpec) -> bool:
-    """Tell whether the model was read from a folder of transformers, diffusers or timm."""
     return bool(folder_library(model))
 
 
-def is_pretrained(path: Path) -> bool:
-    return (path / CONFIG).is_file()
+def arguments_of(model: ModelSpec, checkpoint: Path) -> dict[str, Any] | None:
+    """Return the arguments with which ``load_pretrained`` loads a model's own folder; None for other files."""
+    library = folder_library(model)
+    if not library or not is_pretrained_checkpoint(checkpoint):
+        return None
+    if gguf.is_file(checkpoint):
+        return {"folder": checkpoint, "model_class": model.kwargs["architecture"]}
+    arguments = {"folder": folder_of(checkpoint), "variant": variant_of(checkpoint)}
+    if library != TRANSFORMERS.name:
+        return arguments
+    return arguments | {
+        "model_class": model.kwargs["architecture"],
+        "trust_remote_code": code_of(model) is not None,
+        "adapter": model.kwargs.get(ARGUMENT, ""),
+    }
 
 
-def is_pretrained_checkpoint(checkpoint: Path) -> bool:
-    """Tell whether from_pretrained can read a checkpoint: GGUF, or any in a Hugging Face folder."""
-    return is_pretrained(folder_of(checkpoint)) or gguf.is_file(checkpoint)
-
-
-def refuse_part(checkpoint: Path, selection: Selection) -> None:
-    """Raise CheckpointError for any ``selection`` in a checkpoint that ``from_pretrained`` reads."""
-    if selection and is_pretrained_checkpoint(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint}: --key and strip_prefix do not apply to this folder: weighin compares"
-            " each load with from_pretrained, which always loads a whole folder",
-            "write the selected weights into a new folder, and copy config.json there: weighin"
-            f" convert {checkpoint} NEW/model.safetensors {' '.join(selection.options)}",
+def code_of(model: ModelSpec) -> dict[str, str] | None:
+    """Return the folder and the digest of the model's own Python code; None for code of a package."""
+    code = model.kwargs.get("code") if model.builder == BUILDER else None
+    if code is None:
+        return None
+    names = ("folder", "sha256")
+    if not isinstance(code, dict) or [type(code.get(name)) for name in names] != [str, str]:
+        raise ConfigError(
+            f"the plan is damaged: the argument `code` of the model {model.name} is not a folder"
+            " and a digest",
+            "start a new run",
         )
+    return code
+
+
+def digest(path: Path) -> str:
+    """Return a digest of the names and contents of a folder's Python files, or of one file."""
+    import hashlib  # hashlib loads OpenSSL, 4 MiB, which few workers need
+
+    whole = hashlib.sha256()
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        if file.is_file():
+            name = file.relative_to(path).as_posix()
+            whole.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def models_in_code(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the entries of ``auto_map`` for models, by their auto classes."""
+    named = config.get(AUTO_MAP)
+    entries = named.items() if isinstance(named, dict) else ()
+    return {auto: one for auto, one in entries if auto.startswith(_BASE) and isinstance(one, str)}
+
+
+def auto_class(config: Mapping[str, Any], architecture: str) -> str:
+    """Return the auto class of transformers that loads a class of the folder's code; else ConfigError."""
+    for auto, reference in models_in_code(config).items():
+        if reference.rpartition(".")[2] == architecture:
+            return auto
+    raise ConfigError(
+        f"config.json names no code of the class {architecture!r} in '{AUTO_MAP}'",
+        f"correct '{AUTO_MAP}' or 'architectures' in config.json",
+    )
+
+
+# -- The Hub's cache -------------------------------------------------------------------------------
 
 
 def path_of(path: Path, revision: str = "") -> Path:
-    """Return the path of the checkpoint that a user's path, or a model's id on the Hub, refers to: the usual
-    index of shards gives its folder.
-    """
-    path = _in_hub(path, revision)
-    usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)
-    if not (usual and path.is_file()):
+    """Return the checkpoint that a user's path or a model's id on the Hub means; an index means its folder."""
+    path = path.expanduser()
+    if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
+        path = _snapshot_of(path, revision)
+    elif not path.exists():
+        with suppress(CheckpointError):  # callers say what is missing
+            path = cached_snapshot(str(path), revision) or path
+    elif revision:
+        raise ConfigError(
+            f"{path}: not a model in the cache of the Hub, so the revision {revision} would be ignored",
+            "leave revision out, or give the model's id: OWNER/NAME",
+        )
+    is_usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)
+    if not (is_usual and path.is_file()):
         return path
     folder = path.parent
     return folder if not is_pretrained(folder) or find_weights(folder) == folder else path
@@ -221,216 +380,34 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
     )
 
 
-def _in_hub(path: Path, revision: str) -> Path:
-    """Return the snapshot for a model's id, or for its folder in the Hub's cache; else the path itself."""
-    path = path.expanduser()
-    if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
-        return _snapshot_of(path, revision)
-    if path.exists():
-        if revision:
-            raise ConfigError(
-                f"{path}: not a model in the cache of the Hub, so the revision {revision} would be"
-                " ignored",
-                "leave revision out, or give the model's id: OWNER/NAME",
-            )
-        return path
-    try:
-        return cached_snapshot(str(path), revision) or path
-    except CheckpointError:
-        return path
-
-
 def _snapshot_of(entry: Path, revision: str) -> Path:
-    snapshots, wanted = entry / "snapshots", revision or "main"
-    references = {
-        path.relative_to(entry / "refs").as_posix(): path
-        for path in sorted((entry / "refs").rglob("*"))
-        if path.is_file()
-    }
-    try:
-        commit = references[wanted].read_text().strip() if wanted in references else wanted
-    except (OSError, ValueError):
-        commit = wanted
-    commits = sorted(path.name for path in snapshots.iterdir() if path.is_dir())
-    if commit in commits:
-        return snapshots / commit
-    known = [*references, *(each for each in commits if each != "main")]
-    name = foreign.hub_id(snapshots / "main")
+    wanted, known = revision or "main", dict[str, str]()
+    for path in sorted((entry / "refs").rglob("*")):
+        if path.is_file():
+            with suppress(OSError, ValueError):
+                known[path.relative_to(entry / "refs").as_posix()] = path.read_text().strip()
+    commits = sorted(path.name for path in (entry / "snapshots").iterdir() if path.is_dir())
+    known |= {commit: commit for commit in commits if commit != "main"}
+    if (commit := known.get(wanted, wanted)) in commits:
+        return entry / "snapshots" / commit
+    name = foreign.hub_id(entry / "snapshots" / "main")
     repair = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-    if usable := [each for each in known if each not in (wanted, "main")]:
-        repair = (
-            f"--set revision={one_line(usable[0])} (in Python: revision={usable[0]!r}), or {repair}"
-        )
+    if usable := [one for one in known if one not in (wanted, "main")]:
+        of_python = f"(in Python: revision={usable[0]!r})"
+        repair = f"--set revision={one_line(usable[0])} {of_python}, or {repair}"
     raise CheckpointError(
         f"{name}: the Hub's cache lacks the revision {one_line(wanted)} of this model; it has:"
-        f" {one_line(few(known, 5)) or 'none'}",
+        f" {one_line(few([*known], 5)) or 'none'}",
         repair,
     )
 
 
 def name_of(folder: Path) -> str:
-    """Return the name of a folder; for a snapshot in the Hub's cache, return the model's id."""
+    """Return the name of a folder, or the model's id for a snapshot in the Hub's cache."""
     return foreign.hub_id(folder) or folder.name
 
 
-def folder_of(checkpoint: Path) -> Path:
-    """Return a checkpoint's folder, or, without ``config.json`` there, the nearest of the three above whose
-    ``config.json`` has the key ``transformers_weights``.
-    """
-    if checkpoint.is_dir():
-        return checkpoint
-    parents = [path for path in checkpoint.parents[:_DEEPEST] if is_pretrained(path)]
-    named = (path for path in parents[:1] if path == checkpoint.parent or _explicit(path))
-    return next(named, checkpoint.parent)
-
-
-def find_weights(path: Path, variant: str = "") -> Path | None:
-    """Return the file of a Hugging Face folder's weights in a variant, the folder itself for shards with the
-    usual index, or None. The key ``transformers_weights`` of ``config.json`` names others.
-    """
-    if (explicit := _explicit(path)) is not None:
-        return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
-    file = next(_candidates(path, variant), None)
-    return path if file and file.name.endswith(_INDEX) else file
-
-
-def weights_in(path: Path, variant: str = "") -> Path:
-    """Return the path that ``find_weights`` finds; raise CheckpointError if it finds none."""
-    if found := find_weights(path, variant):
-        return found
-    if variant and (usual := find_weights(path)):
-        raise CheckpointError(
-            f"{path}: has no weights of the variant {variant!r}, only {usual.name}",
-            "leave variant out",
-        )
-    raise no_model(path)
-
-
-def index_in(path: Path) -> Path:
-    """Return the index of a folder whose weights are in shards."""
-    return next(file for file in _candidates(path) if file.name.endswith(_INDEX))
-
-
-def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
-    libraries = (library_in(object_in(path / CONFIG)), *LIBRARIES)
-    names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
-    return (path / name for name in names if (path / name).is_file())
-
-
-def _explicit(path: Path) -> Path | None:
-    name = object_in(path / CONFIG).get(_EXPLICIT)
-    if name is None:
-        return None
-    inside = isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts
-    if not inside or Path(name).is_absolute() or not name.endswith(_EXPLICIT_ENDS):
-        raise CheckpointError(
-            f"{path / CONFIG}: '{_EXPLICIT}' is {short(name)}, which is neither a safetensors file nor"
-            " an index in this folder; from_pretrained fails for the same reason",
-            f"correct '{_EXPLICIT}' in config.json, or remove the key, so that weighin reads"
-            " model.safetensors",
-        )
-    file: Path = path / name
-    if not file.is_file():
-        raise foreign.broken_link(file) or CheckpointError(
-            f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names are missing: {name}",
-            f"put the file into the folder, or correct '{_EXPLICIT}'",
-        )
-    return file
-
-
-def variant_of(checkpoint: Path) -> str:
-    """Return the variant, such as "fp16", in the name of a file of weights or index; else empty."""
-    match = _VARIANT.fullmatch(checkpoint.name)
-    return (match[1] or match[2]) if match else ""
-
-
-def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder; CheckpointError:
-    it would read another file of the folder, or no file.
-    """
-    folder, variant = folder_of(checkpoint), variant_of(checkpoint)
-    arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
-    if gguf.is_file(checkpoint):
-        return arguments | {"gguf_file": checkpoint.name}
-    if (read := find_weights(folder, variant)) != checkpoint:
-        raise CheckpointError(
-            f"{checkpoint}: from_pretrained would not read this file, but"
-            f" {read.name if read else 'no file'} in the file's folder",
-            f"to load this file as the folder's weights, write its name into {CONFIG}, under the"
-            f" key '{_EXPLICIT}'; to load the tensors without the model's class, give the model"
-            f" from:{checkpoint}",
-        )
-    return arguments | ({"variant": variant} if variant else {})
-
-
-def arguments_of(model: ModelSpec, checkpoint: Path) -> dict[str, Any] | None:
-    """Return the arguments with which ``load_pretrained`` loads a model's own checkpoint; None for any other
-    checkpoint than the files of a Hugging Face folder.
-    """
-    library = folder_library(model)
-    if not library or not is_pretrained_checkpoint(checkpoint):
-        return None
-    if gguf.is_file(checkpoint):
-        return {"folder": checkpoint, "model_class": model.kwargs["architecture"]}
-    arguments = {"folder": folder_of(checkpoint), "variant": variant_of(checkpoint)}
-    if library != TRANSFORMERS.name:
-        return arguments
-    return arguments | {
-        "model_class": model.kwargs["architecture"],
-        "trust_remote_code": code_of(model) is not None,
-        "adapter": model.kwargs.get(ARGUMENT, ""),
-    }
-
-
-def code_of(model: ModelSpec) -> dict[str, str] | None:
-    """Return the folder and the digest of the model's own Python code; None for code of a package."""
-    code = model.kwargs.get("code") if model.builder == BUILDER else None
-    if code is None:
-        return None
-    if not isinstance(code, dict) or not all(
-        isinstance(code.get(key), str) for key in ("folder", "sha256")
-    ):
-        raise ConfigError(
-            f"the plan is damaged: the argument `code` of the model {model.name} is not a folder"
-            " and a digest",
-            "start a new run",
-        )
-    return code
-
-
-def digest(path: Path) -> str:
-    """Return a digest of the names and contents of a folder's Python files, or of one file."""
-    import hashlib  # hashlib loads OpenSSL, 4 MiB, which few workers need
-
-    whole = hashlib.sha256()
-    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-        if file.is_file():
-            name = file.relative_to(path).as_posix()
-            whole.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return whole.hexdigest()
-
-
-def auto_class(config: Mapping[str, Any], architecture: str) -> str:
-    """Return the auto class of transformers that loads a class of the folder's code; ConfigError: there is no
-    code of this class.
-    """
-    for auto, reference in models_in_code(config).items():
-        if reference.rpartition(".")[2] == architecture:
-            return auto
-    raise ConfigError(
-        f"config.json names no code of the class {architecture!r} in '{AUTO_MAP}'",
-        f"correct '{AUTO_MAP}' or 'architectures' in config.json",
-    )
-
-
-def models_in_code(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the entries of ``auto_map`` for models, by their auto classes."""
-    named = config.get(AUTO_MAP)
-    return {
-        auto: reference
-        for auto, reference in (named.items() if isinstance(named, dict) else ())
-        if auto.startswith(_BASE) and isinstance(reference, str)
-    }
+# -- Adapters of peft ------------------------------------------------------------------------------
 
 
 def adapter_of(spec: ModelSpec) -> Path | None:
@@ -445,42 +422,29 @@ def with_adapter(spec: ModelSpec, adapter: Path) -> ModelSpec:
             f"{spec.title} is no model of transformers, so --adapter={adapter} would be ignored",
             "leave --adapter out",
         )
-    check_adapter(adapter)  # before anything is measured
+    adapter_files(adapter)  # raises before anything is measured
     kwargs = {**spec.kwargs, ARGUMENT: str(adapter.absolute())}
     return replace(spec, name=f"{spec.name}+{adapter.absolute().name}", kwargs=kwargs)
 
 
-def check_adapter(adapter: Path) -> None:
-    """Raise CheckpointError if a folder holds no adapter of peft, which would ask the Hub for it."""
-    try:
-        read_bytes(adapter / ADAPTER)
-    except OSError as error:
-        raise foreign.unreadable(adapter / ADAPTER, error) from error
-    if not any((adapter / name).is_file() for name in _OF_ADAPTER):
+def adapter_files(adapter: Path) -> list[Path]:
+    """Return the files of an adapter; CheckpointError if some lack, for which peft would ask the Hub."""
+    names = (ADAPTER, "adapter_model.safetensors", "adapter_model.bin")
+    files = [file for name in names if (file := adapter / name).is_file()]
+    if len(files) < 2 or files[0].name != ADAPTER:
         raise CheckpointError(
-            f"--adapter {adapter}: holds {ADAPTER}, but no weights: neither {' nor '.join(_OF_ADAPTER)}",
+            f"--adapter {adapter}: not an adapter of peft: it needs {ADAPTER} and {names[1]}",
             "give the folder that peft's save_pretrained wrote",
         )
+    return files
 
 
 def files_of_adapter(spec: ModelSpec) -> list[Path]:
-    if (adapter := adapter_of(spec)) is None:
-        return []
-    return [file for name in (ADAPTER, *_OF_ADAPTER) if (file := adapter / name).is_file()]
-
-
-def adapter_failed(adapter: Path | str, reason: str) -> CheckpointError:
-    """Return the error for an adapter that peft cannot load into a model."""
-    return CheckpointError(
-        f"--adapter {adapter}: peft fails: {one_line(reason)}",
-        f"correct {ADAPTER}, or give the model that the adapter was trained for",
-    )
+    return adapter_files(adapter) if (adapter := adapter_of(spec)) else []
 
 
 def adapter_note(folder: Path) -> str:
-    """Return a sentence on the adapter beside the model in a folder, or "". With peft installed,
-    ``from_pretrained`` adds it to the model; weighin never does.
-    """
+    """Return a sentence on the adapter beside the model in a folder, or ""."""
     if not (folder / ADAPTER).is_file():
         return ""
     return (
@@ -491,12 +455,10 @@ def adapter_note(folder: Path) -> str:
 
 def refuse_adapter(folder: Path) -> None:
     """Raise CheckpointError if ``from_pretrained`` adds an adapter to the model in this folder."""
-    file = folder / ADAPTER
-    if file.is_file() and find_spec("peft"):
+    if (note := adapter_note(folder)) and find_spec("peft"):
+        file = quote(str(folder / ADAPTER))
         raise CheckpointError(
-            f"{file} lies beside the model: peft is installed here, so that from_pretrained would"
-            " add this adapter to the model. weighin does not add it, so the loaded weights would"
-            " differ from those of from_pretrained",
+            f"{note}. peft is installed here, so the weights would differ from those of from_pretrained",
             "merge the adapter, and save the result: merge_and_unload() of peft, then"
-            f" save_pretrained(FOLDER); for the model alone: mv {quote(str(file))} {quote(f'{file}.off')}",
+            f" save_pretrained(FOLDER); for the model alone: mv {file} {file}.off",
         )

@@ -45,38 +45,28 @@ class Library:
         return tuple(f"{stem}.{variant}.{suffix}" for stem, _, suffix in parts)
 
 
+_OF_TRANSFORMERS: Final = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_OF_DIFFUSERS: Final = (
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.bin",
+    "diffusion_pytorch_model.bin.index.json",
+)
+_OF_TIMM: Final = ("model.safetensors", "pytorch_model.bin")
+_BUILDERS: Final = "weighin.models.pretrained"
 TRANSFORMERS: Final = Library(
-    "transformers",
-    "hf",
-    "weighin.models.pretrained:from_config",
-    "architectures",
-    (
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    ),
+    "transformers", "hf", f"{_BUILDERS}:from_config", "architectures", _OF_TRANSFORMERS
 )
 DIFFUSERS: Final = Library(
-    "diffusers",
-    "diffusers",
-    "weighin.models.pretrained_diffusers:from_config",
-    "_class_name",
-    (
-        "diffusion_pytorch_model.safetensors.index.json",
-        "diffusion_pytorch_model.safetensors",
-        "diffusion_pytorch_model.bin",
-        "diffusion_pytorch_model.bin.index.json",
-    ),
-    "float32",
-)
+    "diffusers", "diffusers", f"{_BUILDERS}_diffusers:from_config", "_class_name", _OF_DIFFUSERS, "float32"
+)  # fmt: skip
 TIMM: Final = Library(
-    "timm",
-    "timm",
-    "weighin.models.pretrained_timm:from_config",
-    "architecture",
-    ("model.safetensors", "pytorch_model.bin"),
-    "float32",
+    "timm", "timm", f"{_BUILDERS}_timm:from_config", "architecture", _OF_TIMM, "float32"
 )
 LIBRARIES: Final = (TRANSFORMERS, DIFFUSERS, TIMM)
 """A folder belongs to the first of these libraries whose ``class_key`` its ``config.json`` has."""

@@ -16,41 +16,37 @@ from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import object_in
 from weighin.stream.pretrained_folder import BUILDER, CONFIG, folder_of
-from weighin.stream.slices import Slice
+from weighin.stream.slices import ITEM_BYTES, Slice
 from weighin.text import one_line
 
-_FLOAT8: Final = frozenset(
-    {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"}
-)
-_BYTES: Final = frozenset({"int8", "uint8"})
-_WORDS: Final = frozenset({"int32", "uint32", "int64"})
-_ANY: Final = _FLOAT8 | _BYTES | _WORDS | {"bfloat16", "float16", "float32", "int16"}
+_BYTES: Final = frozenset(name for name, size in ITEM_BYTES.items() if size == 1 and name != "bool")
+_CODES: Final = _BYTES | {"int16", "uint16", "int32", "uint32", "int64"}
+_ANY: Final = frozenset(ITEM_BYTES)
 _PAIRS: Final = (
     ("bitsandbytes (nf4)", "", ".quant_state.bitsandbytes__nf4", _ANY),
     ("bitsandbytes (fp4)", "", ".quant_state.bitsandbytes__fp4", _ANY),
     ("bitsandbytes (int8)", ".weight", ".SCB", _BYTES),
     ("mxfp4", "_blocks", "_scales", _BYTES),
-    ("gptq or awq", ".qweight", ".scales", _WORDS),
-    ("compressed-tensors", "_packed", "_scale", _WORDS | _BYTES),
+    ("gptq or awq", ".qweight", ".scales", _CODES),
+    ("compressed-tensors", "_packed", "_scale", _CODES),
     ("torchao", "_qdata", "_scale", _ANY),
     ("aqlm", ".codes", ".codebooks", _ANY),
     ("hqq", ".W_q", ".scale", _ANY),
-    ("quanto", "._data", "._scale", _FLOAT8 | _BYTES),
+    ("quanto", "._data", "._scale", _BYTES),
     ("eetq", ".weight", ".weight_scales", _BYTES),
-    ("mlx", ".weight", ".scales", _WORDS),
+    ("mlx", ".weight", ".scales", _CODES),
     ("vptq", ".indices", ".centroids.weight", _ANY),
-    ("scaled fp8", ".weight", ".scale_weight", _FLOAT8),
-    ("fp8 in blocks", "", "_scale_inv", _FLOAT8 | _BYTES),
-    ("codes of 8 or fewer bits", "", "_scale", _FLOAT8 | _BYTES),
+    ("scaled fp8", ".weight", ".scale_weight", _BYTES),
+    ("fp8 in blocks", "", "_scale_inv", _BYTES),
+    ("codes of 8 or fewer bits", "", "_scale", _BYTES),
 )
 """A method, the suffixes that it gives to codes and to their scales, and the dtypes of its codes. The
 first row that fits applies; several libraries write codes as in the last row."""
 
-_QUANTISATION: Final = "quantization_config"
+_KEY: Final = "quantization_config"
 _OF_TEXT: Final = ("text_config", "decoder", "generator")
 _UNREAD: Final = ("compression_config", "quantization")
 _OF_MODELOPT: Final = "hf_quant_config.json"
-_METHOD: Final = "quant_method"
 _METHODS: Final = frozenset({
     "aqlm", "auto-round", "awq", "bitnet", "bitsandbytes_4bit", "bitsandbytes_8bit",
     "compressed-tensors", "eetq", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", "gemma", "gptq",
@@ -58,19 +54,12 @@ _METHODS: Final = frozenset({
     "torchao", "vptq",
 })  # fmt: skip
 """The methods of transformers 5 (``quantizers/auto.py``)."""
-_DEQUANTISED: Final[Mapping[str, tuple[str | None, ...]]] = {
-    "fp8": (None,),
-    "mxfp4": (None,),
-    "mxfp8": (None,),
-    "compressed-tensors": (
-        "float-quantized",
-        "int-quantized",
-        "naive-quantized",
-        "pack-quantized",
-    ),
-}
-"""The methods that transformers dequantises, and the formats of their codes that it dequantises; None is
-a configuration that names no format."""
+_COMPRESSED: Final = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_DEQUANTISED: Final = [
+    *([method, None] for method in ("fp8", "mxfp4", "mxfp8")),
+    *(["compressed-tensors", layout] for layout in _COMPRESSED),
+]
+"""The methods, each with the format of its codes, that transformers dequantises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +96,19 @@ class Quantised:
 
     def error(self, path: Path) -> CheckpointError:
         """Return the error for a loader that would take the codes for weights."""
-        what, folder = f"{path}: {self.summary}", quote(str(folder_of(path)))
-        bench = f"to measure this load: weighin bench {folder} --strategies"
-        if self.obstacle:
-            return CheckpointError(f"{what}; {self.obstacle}", self.repair)
-        if self.dequantises:
-            return CheckpointError(
-                f"{what}; only the model of this folder takes them, dequantised",
-                "load it with load_pretrained, or write the weights: weighin convert"
-                f" {folder} NEW.safetensors --keys model; {bench} streaming,transformers",
-            )
-        return CheckpointError(
-            f"{what}; weighin does not dequantise them",
-            f"load it with from_pretrained, which names the packages that it needs; {bench} transformers",
-        )
+        folder = quote(str(folder_of(path)))
+        why, repair, able = self.obstacle, self.repair, "transformers"
+        if not why and self.dequantises:
+            why = "only the model of this folder takes them, dequantised"
+            repair = "load it with load_pretrained, or write the weights: weighin convert"
+            repair += f" {folder} NEW.safetensors --keys model"
+            able = "streaming,transformers"
+        elif not why:
+            why = "weighin does not dequantise them"
+            repair = "load it with from_pretrained, which names the packages that it needs"
+        if not self.obstacle:
+            repair += f"; to measure this load: weighin bench {folder} --strategies {able}"
+        return CheckpointError(f"{path}: {self.summary}; {why}", repair)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"summary": self.summary}
@@ -160,16 +148,26 @@ def of_folder(folder: Path, config: Mapping[str, Any], slices: Sequence[Slice]) 
     """
     described, place = _described(folder, config)
     method, codes = _method(described), find_codes(slices)
-    if not (codes or (place == _QUANTISATION and method in _METHODS)):
+    if not (codes or (place == _KEY and method in _METHODS)):
         return None
-    obstacle, repair = _obstacle(method, place)
+    obstacle = ""
+    if not place or place == f"no {CONFIG}":
+        obstacle = f"{CONFIG} has no {_KEY}" if not place else f"{place} beside it has a {_KEY}"
+    elif place != _KEY:
+        obstacle = f"transformers does not read {place}"
+    elif method is None:
+        obstacle = f"{_KEY} in {CONFIG} has no quant_method"
+    elif method not in _METHODS:
+        obstacle = "transformers has no such method"
     stored = {(one.file, one.offset, one.shape): one.nbytes for one in slices}
     return Quantised(
         method=_shown(described) or next(iter(codes.values()))[0],
         weights=len(codes),
         stored_bytes=sum(stored.values()),
-        obstacle=obstacle,
-        repair=repair,
+        obstacle=obstacle and f"{obstacle}: from_pretrained takes the codes for weights, or fails",
+        repair=obstacle
+        and f"give a folder whose {CONFIG} has the {_KEY} that the quantising library wrote, if"
+        " transformers has the method; or load the model with that library",
         dequantises=_is_dequantised(described) and not obstacle,
     )
 
@@ -197,14 +195,8 @@ def refuse_codes(path: Path, slices: Sequence[Slice], names: Iterable[str]) -> N
 def dequantising(folder: Path) -> dict[str, Any]:
     """Return the ``quantization_config`` with which from_pretrained dequantises on every device, or {}."""
     described, place = _described(folder, object_in(folder / CONFIG))
-    if place != _QUANTISATION or not _is_dequantised(described):
-        return {}
-    return {**described, "dequantize": True}
-
-
-def method_of(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the method and variant that a folder names, for messages; empty if it names none."""
-    return _shown(_described(folder, config)[0])
+    is_read = place == _KEY and _is_dequantised(described)
+    return {**described, "dequantize": True} if is_read else {}
 
 
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -212,16 +204,16 @@ def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, An
     if from_pretrained reads it. Without a description, {} and "" or "no config.json".
     """
     for part in (config, *(config.get(name) for name in _OF_TEXT)):
-        if isinstance(part, Mapping) and isinstance(found := part.get(_QUANTISATION), Mapping):
-            return found, _QUANTISATION
+        if isinstance(part, Mapping) and isinstance(found := part.get(_KEY), Mapping):
+            return found, _KEY
     for name, part in config.items():
         if name in _UNREAD and isinstance(part, Mapping):
             return part, f"{name} in {CONFIG}"
-        if isinstance(part, Mapping) and isinstance(found := part.get(_QUANTISATION), Mapping):
-            return found, f"{_QUANTISATION} of {name} in {CONFIG}"
+        if isinstance(part, Mapping) and isinstance(found := part.get(_KEY), Mapping):
+            return found, f"{_KEY} of {name} in {CONFIG}"
     of_modelopt = object_in(folder / _OF_MODELOPT).get("quantization")
     if isinstance(of_modelopt, Mapping):
-        return {_METHOD: "modelopt", **of_modelopt}, _OF_MODELOPT
+        return {"quant_method": "modelopt", **of_modelopt}, _OF_MODELOPT
     return {}, "" if config else f"no {CONFIG}"
 
 
@@ -229,14 +221,14 @@ def _method(named: Mapping[str, Any]) -> str | None:
     for bits in ("4bit", "8bit"):
         if named.get(f"load_in_{bits}") is True:
             return f"bitsandbytes_{bits}"
-    method = named.get(_METHOD)
+    method = named.get("quant_method")
     if method == "bitsandbytes":
         return "bitsandbytes_8bit"
     return method if isinstance(method, str) else None
 
 
 def _is_dequantised(named: Mapping[str, Any]) -> bool:
-    return named.get("format") in _DEQUANTISED.get(_method(named) or "", ())
+    return [_method(named), named.get("format")] in _DEQUANTISED
 
 
 def _shown(named: Mapping[str, Any]) -> str:
@@ -246,27 +238,3 @@ def _shown(named: Mapping[str, Any]) -> str:
         details.append(f"{bits} bits")
     shown = [one for one in details if isinstance(one, str)]
     return one_line(f"{name} ({', '.join(shown)})" if name and shown else name, 80)
-
-
-def _obstacle(method: str | None, place: str) -> tuple[str, str]:
-    """Return why from_pretrained does not dequantise, and the repair; ("", "") if it does."""
-    library = "load the model with the library that quantised it"
-    alike = "from_pretrained takes the codes for weights, too"
-    if place == f"no {CONFIG}":
-        return f"{place} beside it describes the quantisation", (
-            "give the Hugging Face folder that it belongs to, whose config.json has quantization_config"
-            f"; or {library}"
-        )
-    if not place:
-        return f"{CONFIG} has no {_QUANTISATION}: {alike}", (
-            f"copy {_QUANTISATION} from the config.json that the quantising library wrote beside the weights; or {library}"
-        )
-    if place != _QUANTISATION:
-        return f"transformers does not read {place}: {alike}", (
-            f"if transformers has the method, write it as {_QUANTISATION} into {CONFIG}; or {library}"
-        )
-    if method is None:
-        return f"{_QUANTISATION} in {CONFIG} has no {_METHOD}: from_pretrained fails, too", library
-    if method not in _METHODS:
-        return f"transformers has no such method: {alike}", library
-    return "", ""

@@ -15,7 +15,7 @@ files lie in the folder itself, weighin reads the folder as a model of transform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.files import MIB, json_in
@@ -41,18 +41,35 @@ def has_more_parts(path: Path) -> bool:
 
 def own_folders(folder: Path) -> list[str]:
     """Return the names of the subfolders that hold one part of the model each, with weights."""
+    places = [part.get("path") for part in _listed(folder)]
+    inner = models_below(folder) if places else []
+    return [place for place in places if isinstance(place, str) and place in inner]
+
+
+def _listed(folder: Path) -> list[dict[str, Any]]:
     content = json_in(folder / MODULES, MIB)
     parts = content if isinstance(content, list) else []
-    listed = [part.get("path") for part in parts if isinstance(part, dict)]
-    inner = models_below(folder) if listed else []
-    return [name for name in listed if isinstance(name, str) and name in inner]
+    return [part if isinstance(part, dict) else {} for part in parts]
 
 
 def read(path: Path, read_part: Callable[[Path], Checkpoint]) -> Checkpoint:
     """Return the tensors of all parts; CheckpointError: weights of a part lie in subfolders of its folder."""
     whole = Checkpoint()
     values: dict[str, object] = {}
-    for prefix, weights in _parts(path):
+    for index, module in enumerate(_listed(path)):
+        place = module.get("path")
+        if not isinstance(place, str) or "\0" in place or ".." in (path / place).parts:
+            raise CheckpointError(
+                f"{path / MODULES}: part {index} has no 'path' that lies within the folder",
+                "save the model again: SentenceTransformer.save(FOLDER)",
+            )
+        weights = find_weights(path / place)
+        if weights is None:
+            _refuse_below(path, place)
+            continue
+        prefix = f"{module.get('name', index)}."
+        if str(module.get("type")).rpartition(".")[2] == "Transformer":
+            prefix += "model."
         slices = read_part(weights)
         whole += [replace(one, name=f"{prefix}{one.name}") for one in slices]
         values |= {f"{prefix}{name}": value for name, value in slices.values.items()}
@@ -63,28 +80,13 @@ def read(path: Path, read_part: Callable[[Path], Checkpoint]) -> Checkpoint:
     return whole
 
 
-def _parts(path: Path) -> list[tuple[str, Path]]:
-    """Return each part's prefix of the tensors in the whole model, such as "2.", and its weights."""
-    found = []
-    for index, module in enumerate(json_in(path / MODULES, MIB)):
-        place = module.get("path") if isinstance(module, dict) else None
-        if not isinstance(place, str) or "\0" in place or ".." in (path / place).parts:
-            raise CheckpointError(
-                f"{path / MODULES}: part {index} has no 'path' that lies within the folder",
-                "save the model again: SentenceTransformer.save(FOLDER)",
-            )
-        part = path / place
-        if weights := find_weights(part):
-            name, kind = str(module.get("name", index)), str(module.get("type", ""))
-            inner = "model." if kind.rpartition(".")[2] == "Transformer" else ""
-            found.append((f"{name}.{inner}", weights))
-        elif place and (
-            inside := [file for file in sorted(part.rglob("*")) if file.suffix in WEIGHTS]
-        ):
-            raise CheckpointError(
-                f"{path}: a sentence-transformers folder whose weights lie in several parts:"
-                f" {one_line(', '.join(own_folders(path)))}. weighin cannot join the weights of the"
-                f" part {shown(place)}: {shown(str(inside[0].relative_to(path)))}",
-                f"give the folder of one part: {inside[0].parent}",
-            )
-    return found
+def _refuse_below(path: Path, place: str) -> None:
+    part = path / place
+    below = (file for file in sorted(part.rglob("*")) if file.suffix in WEIGHTS) if place else ()
+    if inside := next(iter(below), None):
+        raise CheckpointError(
+            f"{path}: a sentence-transformers folder whose weights lie in several parts:"
+            f" {one_line(', '.join(own_folders(path)))}. weighin cannot join the weights of the"
+            f" part {shown(place)}: {shown(str(inside.relative_to(path)))}",
+            f"give the folder of one part: {inside.parent}",
+        )
