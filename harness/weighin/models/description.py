@@ -50,8 +50,7 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
     config, library = folder.config, folder.library
     answer: dict[str, Any] = {"architecture": library.class_in(config)}
     if library is TRANSFORMERS:
-        choices = {"choice": asdict(folder.choice), "selection": asdict(selection)}
-        answer = _ask({"path": str(folder.path), **choices})
+        answer = _ask(folder.path, choice=asdict(folder.choice), selection=asdict(selection))
         config = {"architectures": None} | config
         dtype = answer.pop("dtype")
         if dtype_of(config) is None:
@@ -62,19 +61,19 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
 
 def spec_of_gguf(file: Path) -> ModelSpec:
     """Return the ``ModelSpec`` of a GGUF file, like that of a Hugging Face folder."""
-    return ModelSpec(file.stem, BUILDER, _ask({"path": str(file), "choice": None}))
+    return ModelSpec(file.stem, BUILDER, _ask(file))
 
 
-def _ask(request: dict[str, Any]) -> dict[str, Any]:
+def _ask(path: Path, **choices: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of a child process; raise the HarnessError that it sends."""
-    text = json.dumps(request)
+    text = json.dumps({"path": str(path), **choices})
     command = child_process.module("weighin.models.description", text)
     answer, why = foreign.once(
         text, lambda: child_process.ask(command, child_process.environment())
     )
     if not answer:
         raise CheckpointError(
-            f"{request['path']}: the process that asks transformers for the model's class failed:"
+            f"{path}: the process that asks transformers for the model's class failed:"
             f" {one_line(why)}",
             f"install transformers again: {install.command('hf')}",
         )
@@ -86,15 +85,15 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answer the request in the argument."""
     end_with_parent()
-    request = json.loads(sys.argv[1])
-    Parent().answer("answer", lambda: _answer(Path(request["path"]), request))
+    Parent().answer("answer", lambda: _answer(**json.loads(sys.argv[1])))
 
 
-def _answer(path: Path, request: dict[str, Any]) -> dict[str, Any]:
-    if request["choice"] is None:
-        return described_gguf(path)
-    folder = read_folder(path, FolderChoice(**request["choice"]))
-    return described(folder, Selection(**request["selection"]))
+def _answer(
+    path: str, choice: dict[str, Any] | None = None, selection: dict[str, str] | None = None
+) -> dict[str, Any]:
+    if choice is None:
+        return described_gguf(Path(path))
+    return described(read_folder(Path(path), FolderChoice(**choice)), Selection(**selection or {}))
 
 
 def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
@@ -31,7 +32,7 @@ from weighin.stream.pretrained_folder import (
 )
 from weighin.stream.pretrained_library import ADAPTER, ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
 from weighin.stream.quantised import dequantising
-from weighin.stream.tensors import untie
+from weighin.stream.tensors import storage_key, untie
 from weighin.text import one_line
 
 _FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute
@@ -298,13 +299,30 @@ def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 def written_after_load(model: Any) -> set[str]:
     """Return the names (in the state dict) of the tensors to which ``from_pretrained`` writes after the load:
-    ``_init_weights`` of some classes sets the padding token's row of the embedding to zero. It does so again.
+    ``_init_weights`` of some classes sets the padding token's row of the embedding to zero.
     """
     tensors = model.state_dict(keep_vars=True)
-    before = {name: tensor._version for name, tensor in tensors.items()}
-    with torch.random.fork_rng(devices=[]):
+    writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
+    with torch.random.fork_rng(devices=[]), writes:
         _initialise(model, [*model.parameters(), *model.buffers()])
-    return {name for name, tensor in tensors.items() if tensor._version != before[name]}
+    return {name for name, tensor in tensors.items() if storage_key(tensor) in writes.written}
+
+
+class _Writes(TorchDispatchMode):
+    """Skips each operation that would write to one of ``storages``, and records that storage."""
+
+    def __init__(self, storages: set[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[Any] = set()
+        self._storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            key = storage_key(args[0])
+            if key in self._storages:
+                self.written.add(key)
+                return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _initialise(model: Any, loaded: Sequence[torch.Tensor]) -> None:
