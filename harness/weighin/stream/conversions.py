@@ -23,7 +23,7 @@ from weighin.stream.slices import Slice, dtype_name, row_major
 if TYPE_CHECKING:
     from weighin.stream.reading import Lazy
 
-    Jobs = Mapping[str, Sequence[Lazy]]
+    Lazies = Mapping[str, Sequence[Lazy]]
 
 PIECE_ELEMENTS: Final = 64 * 1024
 """The intended number of elements that are computed at once, small so that the C library keeps little
@@ -46,10 +46,10 @@ class _LibraryAloneError(Exception):
     """Only transformers knows how to convert these tensors."""
 
 
-def in_place(converter: Any, layer_name: str, model: Any, jobs: "Jobs") -> Planned | None:
+def in_place(converter: Any, layer_name: str, model: Any, lazies: "Lazies") -> Planned | None:
     """Return how to fill the result of a ``WeightConverter``; None if transformers has to compute it.
 
-    ``jobs`` are the converter's tensors, by its source patterns.
+    ``lazies`` are the converter's tensors, by its source patterns.
     """
     if len(converter.target_patterns) != 1:
         return None
@@ -57,12 +57,12 @@ def in_place(converter: Any, layer_name: str, model: Any, jobs: "Jobs") -> Plann
     kinds = [type(operation).__name__ for operation in operations]
     try:
         if kinds[0] == "Fp8Dequantize":
-            jobs = _of_fp8(operations.pop(0), layer_name, model, jobs)
+            lazies = _of_fp8(operations.pop(0), layer_name, model, lazies)
         elif kinds == ["Mxfp4Dequantize"]:
             operations.clear()
-            jobs = _of_mxfp4(layer_name, model, jobs)
+            lazies = _of_mxfp4(layer_name, model, lazies)
         return _placed(
-            operations, [jobs[name] for name in converter.source_patterns if jobs.get(name)]
+            operations, [lazies[name] for name in converter.source_patterns if lazies.get(name)]
         )
     except _LibraryAloneError:
         return None
@@ -70,18 +70,18 @@ def in_place(converter: Any, layer_name: str, model: Any, jobs: "Jobs") -> Plann
 
 def _placed(operations: Sequence[Any], groups: Sequence[Sequence["Lazy"]]) -> Planned:
     """Return the places of the tensors in the result of stacking, or of stacking and joining."""
-    first, *others = (job for group in groups for job in group)
+    first, *others = (lazy for group in groups for lazy in group)
     kinds = [type(operation).__name__ for operation in operations]
     if not (kinds or others):
         return Planned(first.where.shape, first.dtype, [(first.where, lambda out: out)])
     is_stack = kinds == ["MergeModulelist"] and len(groups) == 1
     is_join = kinds == ["MergeModulelist", "Concatenate"]  # such as the stacks of gate and up
-    if not (is_stack or is_join) or any(job.dtype != first.dtype for job in others):
+    if not (is_stack or is_join) or any(lazy.dtype != first.dtype for lazy in others):
         raise _LibraryAloneError
     stack, join = operations[0].dim, operations[-1].dim
     try:
         stacks = [
-            torch.stack([torch.empty(job.where.shape, device="meta") for job in group], stack)
+            torch.stack([torch.empty(lazy.where.shape, device="meta") for lazy in group], stack)
             for group in groups
         ]
         whole = torch.cat(stacks, join) if is_join else stacks[0]
@@ -91,8 +91,8 @@ def _placed(operations: Sequence[Any], groups: Sequence[Sequence["Lazy"]]) -> Pl
     at = 0
     for group, stacked in zip(groups, stacks, strict=True):
         width = stacked.shape[join]
-        for number, job in enumerate(group):
-            parts.append((job.where, partial(_part, join, at, width, stack, number)))
+        for number, lazy in enumerate(group):
+            parts.append((lazy.where, partial(_part, join, at, width, stack, number)))
         at += width
     return Planned(tuple(whole.shape), first.dtype, parts)
 
@@ -129,15 +129,15 @@ def _read(reader: Reader, where: Slice) -> torch.Tensor:
 # -- fp8, and other codes with a scale for each block
 
 
-def _of_fp8(operation: Any, layer_name: str, model: Any, jobs: "Jobs") -> "Jobs":
+def _of_fp8(operation: Any, layer_name: str, model: Any, lazies: "Lazies") -> "Lazies":
     if not (hasattr(operation, "_get_target_dtype") and hasattr(operation, "_dequantize_one")):
         raise _LibraryAloneError
     dtype = operation._get_target_dtype(model, layer_name)
     made = {}
-    for name, group in jobs.items():
+    for name, group in lazies.items():
         if "activation_scale" in name or "weight_scale_inv" in name:
             continue
-        scales = jobs.get(f"{name}_scale_inv")
+        scales = lazies.get(f"{name}_scale_inv")
         if scales is None:  # not quantised
             made[name] = group
         elif len(scales) != len(group) or dtype is None:
@@ -213,14 +213,14 @@ def _whole_blocks(rows: int, unit: int, step: int) -> Iterator[tuple[int, int]]:
 # -- MXFP4, whose experts become columns
 
 
-def _of_mxfp4(layer_name: str, model: Any, jobs: "Jobs") -> "Jobs":
+def _of_mxfp4(layer_name: str, model: Any, lazies: "Lazies") -> "Lazies":
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    found = {name.rpartition("_")[2].rstrip("$"): group for name, group in jobs.items()}
+    found = {name.rpartition("_")[2].rstrip("$"): group for name, group in lazies.items()}
     if set(found) != {"blocks", "scales"} or any(len(group) != 1 for group in found.values()):
         raise _LibraryAloneError
-    (job,) = found["blocks"]
-    blocks, scales = job.where, found["scales"][0].where
+    (lazy,) = found["blocks"]
+    blocks, scales = lazy.where, found["scales"][0].where
     if len(blocks.shape) != 4 or blocks.shape[:3] != scales.shape:
         raise _LibraryAloneError
     if not (blocks.contiguous and scales.contiguous):
@@ -241,5 +241,5 @@ def _of_mxfp4(layer_name: str, model: Any, jobs: "Jobs") -> "Jobs":
                     some.append(_read(reader, _rows(matrix, first, last))[None])
                 out[expert, :, first:last] = convert_moe_packed_tensors(*some, dtype=dtype)[0]
 
-    made = _computed(job, (experts, 2 * groups * size, rows), dtype, fill)
-    return {next(iter(jobs)): [made]}
+    made = _computed(lazy, (experts, 2 * groups * size, rows), dtype, fill)
+    return {next(iter(lazies)): [made]}
