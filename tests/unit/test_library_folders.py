@@ -116,6 +116,14 @@ def test_a_folder_without_its_library_names_the_extra(
     )
 
 
+@pytest.mark.parametrize("library", LIBRARIES[1:])
+def test_an_argument_for_models_of_transformers_is_refused(tmp_path: Path, library: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({library.class_key: "Some"}))
+    save_file({"w": torch.ones(2)}, tmp_path / library.weights[1 if library is DIFFUSERS else 0])
+    with pytest.raises(ConfigError, match=f"a folder of {library.name}, for which .* model_class"):
+        load_pretrained(tmp_path, model_class="BertModel")
+
+
 def test_the_recommended_code_calls_the_folders_library() -> None:
     where: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "folder": "F"}
     code = pretrained_snippet(registry.strategy("diffusers"), "AutoencoderKL", **where)
