@@ -139,8 +139,9 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[l
     ``from_pretrained`` ties no two weights that the file has with different values in ``dtype``.
     """
     import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    from weighin.models.pretrained import ModelNames
     from weighin.stream.bytes import mapped
     from weighin.stream.construct import build_skeleton, resolve_builder
     from weighin.stream.tensors import tied_names, untie
@@ -154,9 +155,19 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[l
     model: Any = build_skeleton(resolve_builder(BUILDER), kwargs, real_buffers="non_persistent")
     if not (by_class := tied_names(model)):
         return None
-    names = ModelNames(model)
-    stored = {names.of(one.name)[0]: one for one in slices}
-    missing = model.state_dict().keys() - stored
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    wanted = model.state_dict(keep_vars=True)
+    stored: dict[str, Slice] = {}
+    for each in slices:
+        name, _ = rename_source_key(
+            each.name, renamings, converters, model.base_model_prefix, wanted
+        )
+        if name not in wanted and each.name in wanted:
+            name, _ = rename_source_key(each.name, [], [], model.base_model_prefix, wanted)
+        stored[name] = each
+    missing = wanted.keys() - stored
     for target, source in list(model.all_tied_weights_keys.items()):
         one, other = stored.get(target), stored.get(source)
         if one and other and are_same(one, other):

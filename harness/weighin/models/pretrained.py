@@ -69,29 +69,6 @@ def from_config(
     return cast(torch.nn.Module, model)
 
 
-class ModelNames:
-    """transformers' tables for one model; they give a file's tensor its name and conversion."""
-
-    def __init__(self, model: Any) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-        mapping = get_model_conversion_mapping(model)
-        self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        self.wanted, self._prefix = model.state_dict(keep_vars=True), model.base_model_prefix
-
-    def of(self, name: str) -> tuple[str, str | None]:
-        """Return the model's name for a file's tensor, and its conversion's pattern or None."""
-        from transformers.core_model_loading import rename_source_key
-
-        new: tuple[str, str | None]
-        new = rename_source_key(name, self._renamings, self._converters, self._prefix, self.wanted)
-        if new[0] not in self.wanted and name in self.wanted:
-            new = rename_source_key(name, [], [], self._prefix, self.wanted)
-        return new
-
-
 def _settings(kind: Any, config: Mapping[str, Any]) -> Any:
     """Return a class's configuration object, from ``config.json`` or its part for the class."""
     with tempfile.TemporaryDirectory(prefix="weighin-") as folder:
@@ -280,16 +257,14 @@ def import_class(kwargs: Mapping[str, Any]) -> None:
             import_module("peft")
 
 
-def computed_keys(model: Any) -> set[str]:
-    """Return the keys that a checkpoint may lack, because the model's class computes the values."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    return {name for name in model.state_dict() if any(re.search(one, name) for one in patterns)}
-
-
 def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Compute in float32 the tensors that no checkpoint has, as ``from_pretrained`` does."""
-    tensors = model.state_dict(keep_vars=True)
-    stored = [tensors[name] for name in tensors.keys() - computed_keys(model)]
+    computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    stored = [
+        tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if not any(re.search(pattern, name) for pattern in computed)
+    ]
     torch.set_default_dtype(torch.float32)
     try:
         _initialise(model, stored)
