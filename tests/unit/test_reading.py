@@ -149,14 +149,3 @@ def test_an_error_of_a_constructor_is_ours_with_the_librarys_words(
         CheckpointError, match=rf"LlamaForCausalLM.from_pretrained fails: {type(error).__name__}: "
     ):
         load_pretrained(folder)
-
-
-def test_a_conversion_that_fails_is_named(tmp_path: Path) -> None:
-    kind = pretrained_class("Qwen3MoeForCausalLM")
-    experts = {"num_experts": 3, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
-    kind(kind.config_class(**SIZES, **experts)).save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    state["model.layers.0.mlp.experts.1.up_proj.weight"] = torch.ones(8, 32)
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"it cannot convert model\.layers\.0\.mlp\.experts"):
-        load_pretrained(tmp_path)
