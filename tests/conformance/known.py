@@ -69,6 +69,10 @@ KNOWN: dict[str, Case] = {
     "state dict hook detaches": _case("DetachesOnSave"),
     "_apply is overridden": _case("KeepsDtype", APART, dtype="bfloat16"),
     "extra state that is a tensor": _case("ExtraTensor"),
+    "extra states that share memory": _case(
+        Tree("plain", tuple((f"c{at}", Leaf("ExtraTensor", 1)) for at in range(11))),
+        Checkpoint(storage="one storage"),
+    ),
     "extra state that is a dict": _case("ExtraDict"),
     "extra state of a module with two names": _case(
         Tree("plain", (("a", Leaf("ExtraDict", 3)),)), Checkpoint(), "same module again"

@@ -358,12 +358,13 @@ def _unpickled(file: Path, names: set[str], selection: Selection) -> dict[str, A
         f"{root}{start}{name}": name for root in roots for start in {"", prefix} for name in names
     }
     found: dict[str, Any] = {}
+    memo: dict[int, Any] = {}  # of all copies, so that tensors which share memory still do
     while todo:
         above, inside = todo.pop()
         for name, value in inside.items():
             if (place := f"{above}{name}") in places:
                 # A copy, because tensors in the value would need the mapped file.
-                found[places[place]] = copy.deepcopy(value)
+                found[places[place]] = copy.deepcopy(value, memo)
             elif isinstance(value, dict):
                 todo.append((f"{place}.", value))
     return found
