@@ -154,7 +154,7 @@ def test_the_filter_shows_the_rows_with_all_words(open_page: Callable[..., Opene
     assert opened.rows() == NAMES
 
 
-def test_a_phase_and_a_bar_say_on_hover_what_they_are(
+def test_a_phase_a_bar_and_a_point_say_on_hover_what_they_are(
     open_page: Callable[..., Opened],
 ) -> None:
     opened = open_page(notebook_run())
@@ -162,6 +162,8 @@ def test_a_phase_and_a_bar_say_on_hover_what_they_are(
     assert "peak RSS 6.621 GiB (exact)\n" in opened.hover(phase)
     bar = opened.page.locator("#peaks [data-tip^='streaming: ok']").first
     assert "peak RSS 6.7" in opened.hover(bar)
+    point = opened.page.locator("#time-over-peak [data-tip^='streaming']").first
+    assert "ready in" in opened.hover(point)
 
 
 def test_a_verdict_says_why(open_page: Callable[..., Opened]) -> None:
@@ -198,7 +200,7 @@ def test_the_button_changes_light_and_dark(open_page: Callable[..., Opened]) -> 
 def test_without_scripts_everything_is_there(open_page: Callable[..., Opened]) -> None:
     opened = open_page(notebook_run(), java_script_enabled=False)
     assert opened.rows() == NAMES
-    assert opened.page.locator("figure:visible").count() == 2
+    assert opened.page.locator("figure:visible").count() == 3
     assert not opened.page.locator("#filter").is_visible()
 
 

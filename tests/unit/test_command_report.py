@@ -15,7 +15,7 @@ from weighin.records.floor import floors
 from weighin.records.run import Measured
 from weighin.records.run_folder import parse
 from weighin.records.series import name_of
-from weighin.result import Outcome, Process, Result
+from weighin.result import Outcome, Process, Result, Sample
 from weighin.show import timeline, write
 from weighin.show.findings import floors as floors_table
 from weighin.show.findings import survival
@@ -234,3 +234,18 @@ def test_a_record_of_a_command_can_be_read_again() -> None:
     result = make_killed()
     line = json.dumps(asdict(result)).encode()
     assert parse(Result, line, "test") == result
+
+
+AT_PEAK = Sample(
+    1, 6 * MIB, 2 * MIB, 0, 4 * MIB, 0, 0, 0, 160 * MIB, 9 * MIB, cgroup_shmem_bytes=4 * MIB,
+    locked_bytes=MIB, freed_bytes=3 * MIB, kernel_bytes=150 * MIB, kernel_reclaimable_bytes=10 * MIB,
+    socket_bytes=7 * MIB, slab_bytes=30 * MIB, page_tables_bytes=100 * MIB,
+)  # fmt: skip
+
+
+def test_the_kinds_of_memory_at_the_peak_are_a_table() -> None:
+    text = markdown([make_ran(ran=replace(RAN, at_peak=AT_PEAK))])
+    assert table_under(text, "Kinds of memory at the peak")[2] == [
+        "2.0", "4.0", "1.0", "140.0", "7.0", "100.0", "20.0", "4.0", "3.0", "10.0"
+    ]  # fmt: skip
+    assert "Kinds of memory" not in markdown([make_ran()])

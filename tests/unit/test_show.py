@@ -151,9 +151,9 @@ def test_the_page_needs_no_network_and_runs_only_its_own_script(tmp_path: Path) 
 
 def test_the_pictures_of_a_run_and_their_tips(tmp_path: Path) -> None:
     sweep = Measured(a_sweep())
-    assert [*pictures(sweep)] == ["survival", "time-over-limit", "peaks"]
+    assert [*pictures(sweep)] == ["survival", "time-over-limit", "peaks", "time-over-peak"]
     measured = Measured(notebook_run(), folder=tmp_path)
-    assert [*pictures(measured)] == ["peaks"]
+    assert [*pictures(measured)] == ["peaks", "time-over-peak"]
     for one in measured.results:
         write_samples(tmp_path, one)
     (figure,) = draw_timelines(measured)

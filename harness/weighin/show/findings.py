@@ -26,7 +26,7 @@ from weighin.records.metrics import (
 from weighin.records.run import IN_LABELS, Measured, Row, cells_of, varying
 from weighin.records.series import Matrix, labels_among
 from weighin.records.verdict import Typical, Verdict
-from weighin.result import Kill, OpenFile, Outcome, Process, Ran, Result, Stack
+from weighin.result import Kill, OpenFile, Outcome, Process, Ran, Result, Sample, Stack
 from weighin.show import words
 from weighin.show.table import Column, Entry, Lines, Table, pivot
 from weighin.show.words import KINDS, plain, scaled
@@ -57,6 +57,14 @@ _NOTE_ENDS: Final = (
 _NOTE_PROCESSES: Final = (
     "Each process's share of the memory (PSS) when the command used most memory, sampled: a page that"
     " several processes share is divided among them."
+)
+_KINDS_OF_MEMORY: Final = (
+    "anonymous", "shared", "locked", "kernel", "sockets", "page tables", "slab",
+    "page cache", "given back", "kernel's caches",
+)  # fmt: skip
+_NOTE_KINDS: Final = (
+    "In the sample with the most needed memory. The command needs the first five kinds; page tables and"
+    " slab are parts of the kernel's. The kernel reclaims the last three."
 )
 _NOTE_KILLS: Final = (
     "The memory is that of the killed process at the instant of the kill, from the kernel's log."
@@ -364,7 +372,7 @@ def floor_as_dict(floor: Floor) -> dict[str, Any]:
 
 
 def about_commands(run: Measured) -> Iterator[Table | Lines]:
-    """Yield the tables of kills and processes, and the stacks."""
+    """Yield the tables of kills, kinds of memory, processes and marked lines, and the stacks."""
     first: dict[str, tuple[str, Result, Ran]] = {}
     for one in run.results:
         if one.ran:
@@ -377,14 +385,8 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
     by_command = grouped(first.values(), lambda one: searched(one[1].cell).series).values()
     largest = [max(same, key=lambda one: one[2].needed_bytes or 0) for same in by_command]
 
-    kills, processes, notes = [], [], [_NOTE_PROCESSES]
-    for title, _, ran in first.values():
-        for kill in ran.kills:
-            which = "the first process" if kill.is_main else "another process"
-            limit_of = plain(_LIMITS.get(kill.limit_of, kill.limit_of))
-            kills.append(
-                [title, _short(kill.command), which, limit_of, str(kill.pid), *_sizes(kill)]
-            )
+    kinds, processes, marked, notes = [], [], [], [_NOTE_PROCESSES]
+    kills = [[title, *_killed(kill)] for title, _, ran in first.values() for kill in ran.kills]
     for title, _, ran in largest:
         seen = [each for each in ran.processes if each.anon_bytes is not None]
         ordered = sorted(seen, key=_held, reverse=True)
@@ -401,13 +403,19 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
         if ran.ended:
             left_running = few(list(map(plain, ran.ended)), _MOST_NAMES)
             notes.append(f"{title} left these running, which weighin ended: {left_running}.")
+        if ran.at_peak and ran.at_peak.kernel_bytes is not None:  # a cgroup's
+            kinds.append([title, *_kinds(ran.at_peak)])
+        marked += [[title, *line] for line in _marked(ran)]
 
-    sizes = [Column(size, "MiB") for size in ("anonymous", "file", "shared")]
-    for title, heads, names, rows, about, commands in (
-        ("Killed for lack of memory", ("of", "killed", "which", "limit", "pid"), 4, kills, [_NOTE_KILLS], first),
-        ("Processes at the peak", ("of", "command", "reads", "pid", "parent"), 3, processes, notes, largest),
+    of_process = ("anonymous", "file", "shared")
+    for title, heads, names, sizes, rows, about, commands in (
+        ("Killed for lack of memory", ("of", "killed", "which", "limit", "pid"), 4, of_process, kills, [_NOTE_KILLS], first),
+        ("Kinds of memory at the peak", ("of",), 1, _KINDS_OF_MEMORY, kinds, [_NOTE_KINDS], largest),
+        ("Processes at the peak", ("of", "command", "reads", "pid", "parent"), 3, of_process, processes, notes, largest),
+        ("Marked lines of output", ("of", "line", "after"), 2, (), marked, [], largest),
     ):  # fmt: skip
-        columns = [*(Column(head, is_name=at < names) for at, head in enumerate(heads)), *sizes]
+        columns = [Column(head, is_name=at < names) for at, head in enumerate(heads)]
+        columns += [Column(size, "MiB") for size in sizes]
         start = 0 if len(commands) > 1 else 1  # a single command needs no column of its name
         if rows:
             yield Table(title, columns[start:], [row[start:] for row in rows], about)
@@ -430,6 +438,29 @@ def stacks_at_peak(result: Result) -> list[Stack]:
     found = [stack for stack in (result.ran.stacks if result.ran else ()) if stack.frames]
     most = max((stack.usage_bytes for stack in found), default=0)
     return [stack for stack in found if stack.usage_bytes == most]
+
+
+def _killed(kill: Kill) -> list[str]:
+    which = "the first process" if kill.is_main else "another process"
+    limit_of = plain(_LIMITS.get(kill.limit_of, kill.limit_of))
+    return [_short(kill.command), which, limit_of, str(kill.pid), *_sizes(kill)]
+
+
+def _marked(ran: Ran) -> Iterator[tuple[str, str]]:
+    """Yield each marked line of output, with the time since the first process began."""
+    starts = [each.start_ns for each in ran.processes] or [mark.t_ns for mark in ran.marks[:1]]
+    for mark in ran.marks:
+        yield plain(mark.text), format_seconds(max(mark.t_ns - min(starts), 0))
+
+
+def _kinds(at: Sample) -> list[str]:
+    """Return the memory of each of ``_KINDS_OF_MEMORY``, in MiB."""
+    caches = at.kernel_reclaimable_bytes or 0
+    needed = (at.anon_bytes, at.shmem_bytes, at.locked_bytes, (at.kernel_bytes or 0) - caches)
+    slab = None if at.slab_bytes is None else at.slab_bytes - caches
+    parts = (at.socket_bytes, at.page_tables_bytes, slab)
+    rest = (at.page_cache_bytes, at.freed_bytes, caches)
+    return [scaled(size, MIB, 1) for size in (*needed, *parts, *rest)]
 
 
 def _sizes(owner: Process | Kill) -> list[str]:

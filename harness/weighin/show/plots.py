@@ -1,4 +1,4 @@
-"""Draw a run: peaks as bars, survival, and curves over limits, ranks and disks; the marks have tips."""
+"""Draw a run: peaks as bars, time over peak, survival, and curves over limits, ranks and disks."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +45,8 @@ def pictures(run: Measured) -> "Mapping[str, Callable[[], Figure]]":
         found["time-over-limit"] = partial(draw_times, run)
     if run.rows:
         found["peaks"] = partial(draw_peaks, run)
+    if _compared(run):
+        found["time-over-peak"] = partial(draw_front, run)
     return found
 
 
@@ -172,6 +174,59 @@ def _references(axes: "Axes", group: Sequence[Row], edge: float) -> None:
             across = axes.get_xaxis_transform()
             axes.text(at, 1.02, text, ha=side, va="bottom", transform=across, **look.SMALL)
             taken.append(at)
+
+
+def _compared(run: Measured) -> list[tuple[str, list[Row]]]:
+    """Return the panels of time over peak: at least two rows each, whose repeats all ended ok."""
+    key, found = words.kind_of(run.rows).peak[0] if run.rows else "", []
+    for title, group in words.apart(
+        run.rows, [name for name in SCENE if name in varying(run.rows)]
+    ):
+        good = [one for one in group if one["ok"] == one["repeats"] and one["ready_s"] and one[key]]
+        found += [(title, good)] if len(good) > 1 else []
+    return found
+
+
+def draw_front(run: Measured) -> "Figure":
+    """Draw time over peak, with the Pareto front: no other row is better than these in both."""
+    scenes = _compared(run)
+    drawn, kind = scenes[: look.MAX_PANELS], words.kind_of(run.rows)
+    (key, name, accuracy), ready = kind.peak, kind.words["ready"]
+    figure, grid = look.new_figure([max(2.8, 0.2 * len(group) + 0.8) for _, group in drawn])
+    for axes, (title, group) in zip(grid, drawn, strict=True):
+        label = labels_among(cells_of(group))
+        points = sorted((row[key] / GIB, row["ready_s"], label(row["cell"]), row) for row in group)
+        front: list[tuple[float, float]] = []
+        for x, y, _, _ in points:
+            if not front or y < front[-1][1]:
+                front.append((x, y))
+        axes.step(*zip(*front, strict=True), where="post", color=look.INK, ls="--", linewidth=1)
+        top = 1.12 * max(y for _, y, _, _ in points)
+        axes.set_xlim(0, 1.08 * points[-1][0])
+        axes.set_ylim(0, top)
+        # The names stand in a column right of the panel, so far apart that none covers another.
+        gap, place = 1.1 / max(14, len(group) + 4), -1.0
+        for x, y, text, row in sorted(points, key=itemgetter(1)):
+            place, is_front = max(y / top, place + gap), (x, y) in front
+            mark = axes.scatter(
+                x, y, s=60, color=look.colour(row["strategy"]), edgecolor=look.INK,
+                linewidth=2 if is_front else 0.6, zorder=3,
+            )  # fmt: skip
+            best = "\non the front: no other is better in both" if is_front else ""
+            look.tip(mark, f"{text}\n{name} {x:.3f} GiB ({accuracy})\n{ready} in {y:.2f} s{best}")
+            axes.annotate(
+                look.verbatim(text), (x, y), (1.03, place), textcoords="axes fraction",
+                fontsize=8, va="center", color=look.INK, annotation_clip=False,
+                arrowprops={"arrowstyle": "-", "color": "#BBBBBB", "lw": 0.6, "relpos": (0, 0.5)},
+            )  # fmt: skip
+        look.frame(axes, title, f"{name}, GiB", f"{ready}, s")
+    lines = [
+        "Lower left is better. Dashed: the Pareto front. Only strategies that were ok in all repeats.",
+        words.shared(run, without=("model", "ram_limit_bytes")),
+        *_left_out(len(scenes)),
+    ]
+    look.dress(figure, look.headline(run.rows, "Time over peak:"), [], lines)
+    return figure
 
 
 def draw_survival(run: Measured) -> "Figure":
