@@ -76,7 +76,7 @@ def test_less_ram_than_an_import_takes_is_refused(command: CommandLine, isolatio
         *("--isolation", isolation, "--out", "run"),
     )
     assert re.sub(r"\d+\.\d{3} MiB", "N MiB", ended.err) == (
-        f"importing torch, to measure the memory that the import"
+        "importing torch, to measure the memory that the import"
         " needs\nerror: --ram 80MiB is less than `import torch` alone needs here (N MiB)\ngive at"
         " least N MiB plus the size of the weights\n"
     )
