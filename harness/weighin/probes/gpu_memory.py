@@ -1,21 +1,24 @@
 """The CUDA devices of this machine, and the GPU memory of another process.
 
 torch lists the devices in a subprocess, so that this process imports no torch. NVML, NVIDIA's library
-that asks the driver, gives the memory of a process, with the CUDA context, code and the buffers of
+that asks the driver, samples the memory of a process, with the CUDA context, code and the buffers of
 libraries. PyTorch's allocator does not count these, but its events give an exact timeline.
 """
 
 import bisect
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from weighin import child_process
 from weighin.child_process import Parent, end_with_parent
 from weighin.result import Sample
 from weighin.text import one_line
 
+_Point = TypeVar("_Point", bound=tuple[int, ...])
 _TIMEOUT_S: Final = 120
 _INSTEAD: Final = "weighin predict MODEL --device cuda needs no GPU"
 
@@ -60,7 +63,7 @@ class NvmlUnavailable(Exception):
 
 
 class DriverMemory:
-    """The memory of one process on one GPU, until ``close``."""
+    """Samples one process on one GPU, in a thread, until ``stop``."""
 
     def __init__(self, uuid: str | None, pid: int) -> None:
         if uuid is None:
@@ -76,24 +79,33 @@ class DriverMemory:
         except pynvml.NVMLError as error:
             raise NvmlUnavailable(f"NVML does not start: {error}") from None
         self._pid = pid
+        self._points: list[tuple[int, int]] = []
+        self._stop = threading.Event()
         try:
             self._device = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
             self.driver_version = str(self._nvml.nvmlSystemGetDriverVersion())
-            self._used_bytes()
+            self._points.append((time.monotonic_ns(), self._used_bytes()))
         except (self._nvml.NVMLError, NvmlUnavailable) as error:
-            self.close()
+            self._nvml.nvmlShutdown()
             if isinstance(error, NvmlUnavailable):
                 raise
             raise NvmlUnavailable(f"NVML: {error}") from None
+        self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
+        self._thread.start()
 
-    def close(self) -> None:
+    def stop(self) -> list[tuple[int, int]]:
+        self._stop.set()
+        self._thread.join()
         self._nvml.nvmlShutdown()
+        return self._points
 
-    def read(self) -> int | None:
-        """Return the bytes; None when the process has ended. One query takes about a millisecond."""
-        with suppress(self._nvml.NVMLError, NvmlUnavailable):
-            return self._used_bytes()
-        return None
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):  # one query takes about a millisecond
+            now = time.monotonic_ns()
+            try:
+                self._points.append((now, self._used_bytes()))
+            except (self._nvml.NVMLError, NvmlUnavailable):  # the process has ended
+                return
 
     def _used_bytes(self) -> int:
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
@@ -107,18 +119,27 @@ class DriverMemory:
 
 
 def with_cuda(
-    samples: list[Sample], points: list[tuple[int, int, int]], *, by_nvml: bool
+    samples: list[Sample],
+    points: list[tuple[int, int, int]],
+    driver_points: list[tuple[int, int]] | None,
 ) -> list[Sample]:
-    """Return the samples with the worker's last figures before each: ``points`` have the monotonic ns, the
-    allocated bytes, and the driver's bytes, unless the samples have these already (``by_nvml``).
+    """Return the samples with the last GPU figures before each: the worker's ``points`` (monotonic ns,
+    allocated bytes, driver's bytes), and the driver's bytes of NVML if it has any.
     """
+    if not points:
+        return samples
     joined = []
     for sample in samples:
-        index = bisect.bisect_right(points, sample.t_ns, key=lambda point: point[0])
-        _, allocated, driver = points[index - 1] if index else (0, None, None)
-        driver = sample.cuda_driver_bytes if by_nvml else driver
+        _, allocated, driver = _latest(points, sample.t_ns) or (0, None, None)
+        if driver_points is not None:
+            driver = (_latest(driver_points, sample.t_ns) or (0, None))[1]
         joined.append(replace(sample, cuda_allocated_bytes=allocated, cuda_driver_bytes=driver))
-    return joined if points else samples
+    return joined
+
+
+def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
+    index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
+    return points[index] if index >= 0 else None
 
 
 def main() -> None:

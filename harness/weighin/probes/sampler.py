@@ -81,8 +81,6 @@ class Sampler:
         self.caches_bytes, self.escape, self.others = 0, "", (0, 0)
         self.last_peaks_rss_bytes: list[int | None] = [None for _ in loading]
         self.rank_samples: dict[int, list[Sample]] = {}
-        self.read_driver: Callable[[], int | None] = lambda: None  # the GPU memory of a load
-        self._driver_bytes: int | None = None
         self._pid, self._find_members, self._cgroup = pid, members, cgroup
         self._at_sample = at_sample
         # Ranks take no more processor time than one process.
@@ -184,7 +182,7 @@ class Sampler:
         if not self._loading or t_ns >= self._look_around_ns or self._stop.is_set():
             # This takes three times as long as a load's own sample.
             self._look_around_ns = t_ns + int(_INTERVAL_S * 1e9)
-            pids, self._driver_bytes = self.pids(), self.read_driver()
+            pids = self.pids()
             if self._cgroup:
                 self._count_kills(self._cgroup)
             if not self._loading or not self._measured.issuperset(pids):
@@ -309,7 +307,6 @@ class Sampler:
             cgroup_bytes=charge,
             cgroup_file_bytes=stat.get("file", 0) if stat else None,
             cgroup_shmem_bytes=stat.get("shmem", 0) if stat else None,
-            cuda_driver_bytes=self._driver_bytes,
             **sums,
         )
 

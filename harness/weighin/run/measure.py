@@ -422,9 +422,9 @@ class Watch:
             assert each.told.baseline
             charge_bytes = self.at_baseline.usage_bytes
             each.told.baseline = replace(each.told.baseline, cgroup_bytes=charge_bytes)
+        self._watch_driver()
         if len(self.ranks) > 1:
             self._start_sampling()
-        self._watch_driver()
         if self._reset_mark():
             self.peak_bytes = None
 
@@ -436,8 +436,6 @@ class Watch:
         try:
             self._driver = DriverMemory(told.environment.get("gpu_uuid"), self.running.pid)
             told.environment["gpu_driver"] = self._driver.driver_version
-            if self.sampler:
-                self.sampler.read_driver = self._driver.read
         except NvmlUnavailable as reason:
             source = "cudaMemGetInfo"
             whose = "the GPU memory that the driver reports is that of all processes on the GPU"
@@ -478,12 +476,10 @@ class Watch:
 
     def close(self) -> None:
         self.listener.close()
+        driver = self._driver.stop() if self._driver else None
         if self.sampler:
             self.rank_samples = self.sampler.rank_samples
-            points, by_nvml = self.ranks[0].told.points, self._driver is not None
-            self.samples = with_cuda(self.sampler.stop(), points, by_nvml=by_nvml)
-        if self._driver:
-            self._driver.close()
+            self.samples = with_cuda(self.sampler.stop(), self.ranks[0].told.points, driver)
         if self.cgroup:
             self.cgroup.close()
         if self.listener.error:
