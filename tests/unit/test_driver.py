@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from factories import make_cell, make_result
@@ -19,27 +19,18 @@ from weighin.fleet import node as fleet_node
 from weighin.fleet.driver import Driver
 from weighin.fleet.node import Answer
 from weighin.isolation.process import ProcessIsolation
-from weighin.plan.task import Demand, Planned, Progress, Run
+from weighin.plan.task import Demand, Node, Planned, Progress, Run
 from weighin.probes.gpu_memory import GpuAnswer
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.units import GIB
-
-
-class Node(NamedTuple):
-    id: str
-    name: str
-    ram_bytes: int
-    free_ram_bytes: int
-    gpu_bytes: tuple[int, ...] = ()
-
 
 SMALL = Node("s", "small", 8 * GIB, 6 * GIB)
 LARGE = Node("l", "large", 64 * GIB, 60 * GIB, (16 * GIB,))
 
 RECORD = run_folder._line(make_result(make_cell("streaming")))[0].decode()
 
-SHORT = {"short": {"why": "has less than the cell needs"}}
+SHORT = {"short": {"ram_bytes": 8 * GIB, "free_ram_bytes": GIB, "gpu_bytes": []}}
 
 
 @pytest.fixture(autouse=True)
@@ -85,9 +76,8 @@ class Crew:
         cell = dict(assignment["cell"])
         node = self.nodes[able[0]]
         if (cell["ram_limit_bytes"] or 0) > node.free_ram_bytes:
-            needs = Demand(cell["ram_limit_bytes"], "cpu", None)
-            why = needs.obstacle(node.ram_bytes, node.free_ram_bytes, node.gpu_bytes)
-            return able[0], {"short": {"why": why}}
+            has = {name: getattr(node, name) for name in SHORT["short"]}
+            return able[0], {"short": has}
         return able[0], self.answering(node, cell)
 
     def answer(self, done: Future[Answer]) -> Answer:
@@ -143,7 +133,7 @@ def test_a_node_that_is_short_of_ram_at_the_start_begins_no_cell(tmp_path: Path)
 
 def test_nodes_that_are_short_again_and_again_end_the_run(tmp_path: Path) -> None:
     crew = Crew(lambda *_: SHORT, SMALL)
-    with pytest.raises(NoNodeLeft, match="small has less than the cell needs"):
+    with pytest.raises(NoNodeLeft, match=r"small has 1\.000 GiB free, less than --ram 4GiB"):
         run(tmp_path, crew, cells(4 * GIB))
 
 
@@ -179,7 +169,7 @@ def test_a_node_whose_gpu_fails_goes_on_with_other_cells(tmp_path: Path) -> None
     def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return SHORT if cell["device"] == "cuda" else measured(node, cell)
 
-    with pytest.raises(NoNodeLeft, match="1 cell cannot run: large has less than"):
+    with pytest.raises(NoNodeLeft, match="1 cell cannot run: large has no cuda"):
         run(tmp_path, Crew(answer, LARGE), [*cells(None, device="cuda"), *cells(None, None)])
     assert len(run_folder.read(tmp_path).results) == 2
 
@@ -206,11 +196,11 @@ def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(
 
     class Told:
         def send(self, event: str, **fields: Any) -> None:
-            sent.append(f"{event}: {fields['why']}")
+            sent.append(f"{event} {fields['gpu_bytes']}")
 
     told = {"cell": asdict(cell), "settings": {}, "is_tested": True, "limits": [], "patience_s": 1}
     fleet_node._measure(told, Told())  # type: ignore[arg-type]
-    assert sent == ["short: has no cuda"]
+    assert sent == ["short []"]
 
 
 def test_a_node_waits_for_its_own_free_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +246,7 @@ def test_a_node_that_is_to_stop_has_one_deadline_for_all_that_it_says(
 
 def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:
     with pytest.raises(NoNodeLeft) as caught:
-        run(tmp_path, Crew(measured, SMALL, SMALL._replace(id="t", name="tiny", ram_bytes=GIB)), cells(7 * GIB))  # fmt: skip
+        run(tmp_path, Crew(measured, SMALL, replace(SMALL, id="t", name="tiny", ram_bytes=GIB)), cells(7 * GIB))  # fmt: skip
     assert str(caught.value) == (
         "1 cell cannot run: small has 6.000 GiB free, less than --ram 7GiB; tiny has 1.000 GiB,"
         " less than --ram 7GiB\nfree memory on a node, or add a node"
@@ -265,14 +255,13 @@ def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:
 
 def test_a_cell_for_a_gpu_needs_that_gpu_and_its_memory() -> None:
     def lacks(node: Node, **fields: Any) -> str:
-        demand = Demand.of(cells(None, **fields)[0])
-        return demand.obstacle(node.ram_bytes, node.free_ram_bytes, node.gpu_bytes)
+        return Demand.of(cells(None, **fields)[0]).obstacle(node, is_now=True)
 
-    assert lacks(SMALL, device="cuda") == "has no cuda"
+    assert lacks(SMALL, device="cuda") == "small has no cuda"
     assert lacks(LARGE, device="cuda") == ""
-    assert lacks(LARGE, device="cuda:1") == "has no cuda:1"
+    assert lacks(LARGE, device="cuda:1") == "large has no cuda:1"
     assert lacks(LARGE, device="cuda", vram_limit_bytes=24 * GIB) == (
-        "has a GPU of 16.000 GiB, less than its limit 24GiB"
+        "the GPU of large has 16.000 GiB, less than its limit 24GiB"
     )
 
 
@@ -327,7 +316,7 @@ def test_with_nodes_that_are_lost_and_join_every_cell_ends_once(
         if chance.random() < 0.3:
             crew.nodes.pop(node.id, None)  # and another one joins
             name = f"node-{chance.random()}"
-            crew.nodes[name] = LARGE._replace(id=name, name=name)
+            crew.nodes[name] = replace(LARGE, id=name, name=name)
         if chance.random() < 0.2:
             raise HarnessError("the node was lost: as Ray says after the last try")
         return measured(node, cell)

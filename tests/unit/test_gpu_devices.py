@@ -82,4 +82,4 @@ def test_a_gpu_or_a_limit_beyond_those_of_this_machine(answer: Answer) -> None:
         "no machine can run --device cuda:7: this machine has no cuda:7\n"
         "name another device, or leave out its limit: weighin doctor shows the GPU"
     )
-    assert "this machine has a GPU of 1.000 GiB, less than" in complaint("cuda", [None, 2 * GIB])
+    assert "the GPU of this machine has 1.000 GiB, less than" in complaint("cuda", [None, 2 * GIB])

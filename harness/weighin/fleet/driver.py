@@ -21,7 +21,7 @@ from weighin.errors import ConfigError, HarnessError, NoNodeLeft, RecordError
 from weighin.files import no_link
 from weighin.fleet import node
 from weighin.isolation import cgroup
-from weighin.plan.task import Demand, Planned, Progress, Run, skipped
+from weighin.plan.task import Demand, Node, Planned, Progress, Run, skipped
 from weighin.probes import environment
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.records import run_folder
@@ -160,7 +160,9 @@ class Driver:
             why = f"exit code {code}" + (f", {stderr}" if stderr else "")
             self._fail(cell, place, f"on {self._names[place]}: {why}")
         if short:
-            self._short[demand][place] = f"{self._names[place]} {short['why']}"
+            has = {name: value for name, value in short.items() if name != "event"}
+            there = Node(place, self._names[place], **has)
+            self._short[demand][place] = demand.obstacle(there, is_now=True)
         if error and place not in self._left_out:
             told = {name: error[name] for name in ("message", "repair", "exit_code")}
             self._leave_out(place, HarnessError(**told))

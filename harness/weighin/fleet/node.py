@@ -5,7 +5,7 @@ process stops the measurement and cleans up. It sends these events:
 
 began   nothing: weighin runs here
 record  record: a line of records.jsonl; files: the run's others, by path
-short   why: it has less than the cell needs, and it was not begun
+short   ram_bytes, free_ram_bytes, gpu_bytes: less than the cell needs; the cell was not begun
 error   message, repair, exit_code
 ended   code, stderr: how this process ended, and its last line; added by ``run``
 
@@ -30,7 +30,7 @@ from weighin.child_process import Child, Parent, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
 from weighin.isolation import cgroup
 from weighin.plan import start
-from weighin.plan.task import Demand, Progress
+from weighin.plan.task import Demand, Node, Progress
 from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
 from weighin.result import SCHEMA
@@ -136,12 +136,13 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
         demand, end_s = Demand.of(planned.cell), time.monotonic() + _FREE_S
         while True:
             total, free = cgroup.ram_bytes(task.isolation.name)
-            seen = gpu_memory.look().gpus if planned.cell.needs_gpu else ()
-            gpus = [each.total_bytes for each in seen]
-            if not (why := demand.obstacle(total, free, gpus)):
+            gpus = gpu_memory.look().gpus if planned.cell.needs_gpu else ()
+            has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free}
+            has |= {"gpu_bytes": [each.total_bytes for each in gpus]}
+            if not demand.obstacle(node := Node("", "", **has), is_now=True):
                 break
-            if demand.obstacle(total, total, gpus) or time.monotonic() >= end_s:
-                driver.send("short", why=why)
+            if demand.obstacle(node) or time.monotonic() >= end_s:  # the node may have joined later
+                driver.send("short", **has)
                 return
             time.sleep(_PAUSE_S)
         try:

@@ -104,6 +104,15 @@ def skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Node:
+    id: str
+    name: str
+    ram_bytes: int
+    free_ram_bytes: int
+    gpu_bytes: tuple[int, ...] = ()  # of each GPU
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
     ram_limit_bytes: int | None
     device: str
@@ -114,20 +123,22 @@ class Demand:
         device = "cuda" if cell.needs_gpu and cell.device == "cpu" else cell.device
         return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
 
-    def obstacle(self, ram_bytes: int, free_bytes: int, gpu_bytes: Sequence[int]) -> str:
-        """Return why a machine with this RAM, free RAM and GPUs cannot run the cell now; empty if it can."""
-        wanted, vram_bytes = self.ram_limit_bytes or 0, self.vram_limit_bytes or 0
-        if wanted > ram_bytes:
-            return f"has {format_bytes(ram_bytes)}, less than --ram {format_exact(wanted)}"
+    def obstacle(self, node: Node, *, is_now: bool = False) -> str:
+        """Return why ``node`` can never (or not now) run a cell with this demand; empty if it can."""
+        ram_bytes, vram_bytes = self.ram_limit_bytes or 0, self.vram_limit_bytes or 0
+        if ram_bytes > node.ram_bytes:
+            has, ram = format_bytes(node.ram_bytes), format_exact(ram_bytes)
+            return f"{node.name} has {has}, less than --ram {ram}"
         if self.device != "cpu":
             index = int(self.device.partition(":")[2] or 0)
-            if index >= len(gpu_bytes):
-                return f"has no {self.device}"
-            if vram_bytes > gpu_bytes[index]:
-                size, vram = format_bytes(gpu_bytes[index]), format_exact(vram_bytes)
-                return f"has a GPU of {size}, less than its limit {vram}"
-        if wanted > free_bytes:
-            return f"has {format_bytes(free_bytes)} free, less than --ram {format_exact(wanted)}"
+            if index >= len(node.gpu_bytes):
+                return f"{node.name} has no {self.device}"
+            if vram_bytes > node.gpu_bytes[index]:
+                has, vram = format_bytes(node.gpu_bytes[index]), format_exact(vram_bytes)
+                return f"the GPU of {node.name} has {has}, less than its limit {vram}"
+        if is_now and ram_bytes > node.free_ram_bytes:
+            has, ram = format_bytes(node.free_ram_bytes), format_exact(ram_bytes)
+            return f"{node.name} has {has} free, less than --ram {ram}"
         return ""
 
 
@@ -167,10 +178,10 @@ def check_gpu(device: str, vram_limits: Sequence[int | None]) -> None:
     seen = gpu_memory.look()
     if not seen.gpus:
         raise IsolationUnavailable(f"--device {device}: {seen.why}", seen.repair)
+    here = Node("", "this machine", 0, 0, tuple(gpu.total_bytes for gpu in seen.gpus))
     for vram in vram_limits:
-        demand = Demand(None, device, vram)
-        if why := demand.obstacle(0, 0, [gpu.total_bytes for gpu in seen.gpus]):
+        if why := Demand(None, device, vram).obstacle(here):
             raise IsolationUnavailable(
-                f"no machine can run --device {device}: this machine {why}",
+                f"no machine can run --device {device}: {why}",
                 "name another device, or leave out its limit: weighin doctor shows the GPU",
             )
