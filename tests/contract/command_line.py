@@ -19,6 +19,7 @@ from weighin.checkpoint import cache
 from weighin.cli import app
 from weighin.plan import loads
 from weighin.plan.start import start
+from weighin.plan.task import Node
 from weighin.records import run_folder
 from weighin.records.series import name_of
 from weighin.settings.definition import COMMANDS, read_suite
@@ -35,6 +36,10 @@ _FIXED: Final = {
 _UNSET: Final = (
     "FORCE_COLOR", "GITHUB_STEP_SUMMARY", "WEIGHIN_PHASES", "XDG_CACHE_HOME",
 )  # fmt: skip
+
+
+_ANY: Final = Node("any", "any", 2**60, 2**60, {"docker": "", "cgroup": "", "process": ""})
+"""A machine with all RAM and cgroups, on which commands are planned and not run."""
 
 
 class Ended(NamedTuple):
@@ -115,10 +120,7 @@ def recorded(run: Path) -> list[Identity]:
 def planned(suite: Path, folder: Path) -> list[Identity]:
     """Return the cells of a suite, in containers unless the suite names an isolation."""
     if "commands:" in suite.read_text():
-        settings = read_suite(suite, COMMANDS)
-        if settings.isolation == "auto":
-            settings = settings.model_copy(update={"isolation": "cgroup"})
-        start(settings, folder, is_here=False)
+        start(read_suite(suite, COMMANDS), folder, [_ANY])
         return _identities(run_folder.read_plan(folder).cells)
     content = read_suite(suite)
     chosen = chosen_models.choose(content)

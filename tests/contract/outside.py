@@ -222,7 +222,7 @@ def _predict(planned: Sequence[Any], **_: Any) -> list[Prediction]:
 def found_floors(run: str) -> Iterator[None]:
     """Let ``weighin floor`` find at once what a published search found, and draw no pictures of it."""
 
-    def start(_: Any, folder: Path, **_options: Any) -> tuple[Any, str]:
+    def start(_: Any, folder: Path, *_nodes: Any) -> tuple[Any, str]:
         return Run(folder, [], None), ""  # type: ignore[arg-type]
 
     def search(task: Run, _: Any) -> Any:

@@ -32,7 +32,8 @@ def test_a_driver_measures_commands_on_its_nodes(tmp_path: Path) -> None:
         }
     )
     task, _ = start(settings, tmp_path / "run")
-    Driver(Jobs(1, tmp_path / "caches"), task, Progress()).run()
+    jobs = Jobs(1, "process", tmp_path / "caches")
+    Driver(jobs, [jobs.node()], task, Progress()).run()
     results = run_folder.read(task.folder).results
     assert [(each.outcome, each.exit_code) for each in results] == 2 * [(Outcome.COMMAND_FAILED, 3)]
     first: Result = results[0]

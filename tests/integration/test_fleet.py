@@ -129,19 +129,23 @@ def watched(nodes: Nodes) -> Iterator[Any]:
 
 
 @pytest.mark.nightly
-def test_a_node_with_rays_memory_monitor_gets_no_cell(
+def test_a_node_with_rays_memory_monitor_is_refused(
     command: CommandLine, nodes: Nodes, hold: Path, watched: Any
 ) -> None:
-    hold.chmod(0o644)
     ended = start(command, nodes).end()
-    assert ended.code == 0, ended.err
-    assert_complete(command)
-    assert watched.node_id not in used_nodes(command)
-    assert ended.err.count("no further cell for ") == 1
-    assert (
+    assert (ended.code, ended.out) == (2, "")
+    head, repair = ended.err.splitlines()
+    assert head.startswith("error: ")
+    assert head.endswith(
         f"/{watched.node_id[:8]}: Ray's memory monitor is on (RAY_memory_monitor_refresh_ms is not set:"
         " Ray's default), and would kill cells before their limit does"
-    ) in ended.err
+    )
+    assert head.count("monitor is on") == 1
+    assert repair == (
+        "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor:"
+        """ RAY_memory_monitor_refresh_ms=0 ray start --resources '{"weighin_slot": 1}'"""
+    )
+    assert not (command.folder / "run").exists()
 
 
 def test_the_error_without_a_node_that_may_measure(

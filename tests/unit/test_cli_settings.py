@@ -32,7 +32,7 @@ def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     """Type a command, and return the settings and the folder that its run would have started with."""
     started: list[tuple[Settings, Path | None]] = []
 
-    def start(settings: Settings, folder: Path | None, **_: object) -> Any:
+    def start(settings: Settings, folder: Path | None, *_: object) -> Any:
         started.append((settings, folder))
         raise Started
 

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -9,7 +12,10 @@ pytest.importorskip("ray")
 
 from ray import cloudpickle
 
+from weighin.errors import ConfigError, Interrupted
 from weighin.fleet import cluster
+from weighin.fleet.cluster import Cluster
+from weighin.run import interrupts
 
 WITHOUT_WEIGHIN = """
 import sys
@@ -35,6 +41,42 @@ def test_a_node_without_weighin_can_say_so() -> None:
     assert answer.stdout == b"{'event': 'ended', 'code': 1, 'stderr': ''}\n", answer.stderr.decode()
 
 
+class Silent(Cluster):
+    """A cluster whose nodes never answer; ``living`` are those that Ray names."""
+
+    def __init__(self, *living: str) -> None:
+        self.living = living
+
+    def names(self) -> dict[str, str]:
+        self.gpus = dict.fromkeys(self.living, 0.0)
+        living, self.living = self.living, self.living[1:]
+        return {each: each for each in living}
+
+    def _future(self, *_: Any, **__: Any) -> Future[Any]:
+        return Future()
+
+    def stop(self, assignments: Iterable[Future[Any]]) -> None:
+        self.stopped = len([*assignments])
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_WAIT_S", 0.01)
+
+
+def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_ANSWER_S", 0.05)
+    silent = Silent(*"ab" * 1000)
+    with pytest.raises(ConfigError):
+        silent.find()
+    silent._labels, sent = {}, []
+    monkeypatch.setattr(silent, "_future", lambda *about: sent.append(about[1:3]))
+    silent.submit({}, {"c"}, 1)
+    ((where, gpus),) = sent
+    assert where["ray.io/node-id"].startswith("!in(") and gpus == 1
+    assert set(where["ray.io/node-id"][4:-1].split(",")) == set("abc")
+
+
 def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     class Context:
         def get_node_id(self) -> str:
@@ -48,3 +90,20 @@ def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) 
     place, (told,) = cluster.run({"kind": "measure", "monitor": None})
     assert (place, told["event"], told["exit_code"]) == ("a", "error", 2)
     assert told["message"] == "weighin does not start on this node: PermissionError('environ')"
+
+
+def test_a_node_has_a_limited_time_to_say_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_ANSWER_S", 0.05)
+    with pytest.raises(ConfigError, match="no node of the cluster has the resource weighin_slot"):
+        Silent(*"a" * 1000).find()
+
+
+def test_a_signal_ends_the_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise Interrupted("stopped")
+
+    monkeypatch.setattr(interrupts, "check", check)
+    silent = Silent("a", "a")
+    with pytest.raises(Interrupted):
+        silent.find()
+    assert silent.stopped == 1

@@ -19,14 +19,16 @@ from weighin.fleet import node as fleet_node
 from weighin.fleet.driver import Driver
 from weighin.fleet.node import Answer
 from weighin.isolation.process import ProcessIsolation
+from weighin.plan import loads
 from weighin.plan.task import Demand, Node, Planned, Progress, Run
 from weighin.probes.gpu_memory import GpuAnswer
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
+from weighin.settings.definition import Settings
 from weighin.units import GIB
 
-SMALL = Node("s", "small", 8 * GIB, 6 * GIB)
-LARGE = Node("l", "large", 64 * GIB, 60 * GIB, (16 * GIB,))
+SMALL = Node("s", "small", 8 * GIB, 6 * GIB, {"process": ""})
+LARGE = Node("l", "large", 64 * GIB, 60 * GIB, {"process": ""}, (16 * GIB,))
 
 RECORD = run_folder._line(make_result(make_cell("streaming")))[0].decode()
 
@@ -107,7 +109,7 @@ def run(folder: Path, crew: Crew, planned: list[Cell], progress: Progress | None
     if not (folder / "plan.json").exists():
         run_folder.write_plan(folder, planned)
     task = Run(folder, [Planned(each) for each in planned], ProcessIsolation())
-    Driver(crew, task, progress or Progress()).run()  # type: ignore[arg-type]
+    Driver(crew, [*crew.nodes.values()], task, progress or Progress()).run()  # type: ignore[arg-type]
     return task
 
 
@@ -242,6 +244,13 @@ def test_a_node_that_is_to_stop_has_one_deadline_for_all_that_it_says(
     monkeypatch.setattr(fleet_node, "_PATIENCE_S", 0.1)
     (ended,) = fleet_node.run({}, {}, lambda: True)
     assert ended["code"] == -9
+
+
+def test_a_use_on_a_gpu_is_skipped_if_no_node_has_one() -> None:
+    asked = {"models": ["gpt2-tiny"], "strategies": ["baseline"], "isolation": "process"}
+    settings = Settings.model_validate(asked | {"uses": ["none", "to-device"]})
+    skips = {each.cell.use: each.skip for each in loads.plan(settings, [SMALL])[0]}
+    assert "small has no cuda" in skips["to-device"]
 
 
 def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def gpus(*sizes: int) -> dict[str, Any]:
 
 def complaint(device: str, limits: list[int | None] | None = None) -> str:
     with pytest.raises(IsolationUnavailable) as caught:
-        check_gpu(device, limits or [None])
+        check_gpu(device, limits or [None], ())
     return str(caught.value)
 
 
@@ -54,8 +54,8 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
 def test_all_gpus_are_listed(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
     assert gpu_memory.look() == GpuAnswer((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
-    check_gpu("cuda", [None, GIB])
-    check_gpu("cuda:1", [2 * GIB])
+    check_gpu("cuda", [None, GIB], ())
+    check_gpu("cuda:1", [2 * GIB], ())
 
 
 def test_a_torch_without_cuda(answer: Answer) -> None:

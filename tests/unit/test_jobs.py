@@ -80,6 +80,13 @@ def test_limits_that_do_not_fit_together_into_a_cgroup_around_the_cells() -> Non
 
 
 @pytest.mark.usefixtures("limited")
+def test_each_job_has_the_ram_of_the_cgroup_around_the_cells() -> None:
+    node = jobs.Jobs(1, "cgroup", Path()).node()
+    assert (node.ram_bytes, node.free_ram_bytes) == (5 * GIB, 4 * GIB)
+    assert jobs.Jobs(1, "docker", Path()).node().free_ram_bytes == 16 * GIB
+
+
+@pytest.mark.usefixtures("limited")
 def test_a_floor_is_searched_below_the_limit_of_the_cgroup_around_the_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,9 +127,8 @@ def test_the_settings_of_an_engine() -> None:
         "address": "auto",
         "labels": {"a": "b"},
     }
-    with engine.opened({}) as (is_here, perform):
-        assert is_here
-        assert perform == runner.run
+    with engine.opened({}) as (nodes, perform):
+        assert (nodes, perform) == ((), runner.run)
 
 
 @pytest.mark.parametrize(

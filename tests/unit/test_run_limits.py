@@ -6,12 +6,11 @@ import pytest
 from ran_commands import make_command
 
 from weighin.errors import ConfigError
-from weighin.isolation import cgroup, select
+from weighin.isolation import cgroup
 from weighin.isolation.process import CgroupIsolation
 from weighin.isolation.select import check_limits_around
 from weighin.plan import task
 from weighin.probes import environment
-from weighin.settings.definition import Settings
 from weighin.units import GIB, MIB
 
 
@@ -50,11 +49,9 @@ def test_where_no_group_can_be_made_nothing_is_around(monkeypatch: pytest.Monkey
 
 def test_a_limit_of_all_ram_is_accepted_and_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "total_ram_bytes", lambda: GIB)
-    monkeypatch.setattr(select, "choose", lambda *_, **__: (CgroupIsolation(), ""))
-    task.choose(Settings(ram=[None, GIB]), is_here=True)
-    task.choose(Settings(ram=[None, GIB + MIB]), is_here=False)  # a node says so itself
+    task.check_ram([None, GIB], ())
     with pytest.raises(ConfigError) as caught:
-        task.choose(Settings(ram=[None, GIB + MIB]), is_here=True)
+        task.check_ram([None, GIB + MIB], ())
     assert str(caught.value) == (
         "--ram 1025MiB is more than this machine has (1.000 GiB)\n"
         "give a smaller limit, or leave out --ram"

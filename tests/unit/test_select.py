@@ -98,12 +98,38 @@ def test_a_machine_on_which_nothing_works(machine: Callable[..., list[str]]) -> 
     )
 
 
-def test_an_isolation_of_other_machines_is_not_tested_here(
-    machine: Callable[..., list[str]],
-) -> None:
+NODES = {
+    "big": {"docker": "no engine answers", "cgroup": "", "process": ""},
+    "small": {"docker": "", "cgroup": "no permission", "process": ""},
+}
+
+
+def test_auto_takes_what_works_on_every_node(machine: Callable[..., list[str]]) -> None:
     tried = machine()
-    isolation, note = select.choose("cgroup", limited=True, is_here=False)
-    assert (isolation.name, note, tried) == ("cgroup", "", [])
+    isolation, note = select.choose("auto", limited=False, nodes=NODES)
+    assert isolation.name == "process"
+    assert note == (
+        "isolation process: docker on big: no engine answers; cgroup on small: no permission"
+    )
+    assert tried == []  # this machine measures nothing
+    with pytest.raises(IsolationUnavailable) as caught:
+        select.choose("auto", limited=True, nodes=NODES)
+    assert str(caught.value) == (
+        "no isolation can enforce a RAM limit on every node: docker on big: no engine answers;"
+        " cgroup on small: no permission\nfind the fault (weighin doctor, on that node), or name an"
+        " isolation that works on some nodes, and weighin measures only on those; without a RAM"
+        " limit, these work: weighin recommend, predict, and bench without --ram"
+    )
+
+
+def test_an_isolation_that_was_named_needs_one_node(machine: Callable[..., list[str]]) -> None:
+    machine()
+    isolation, note = select.choose("cgroup", limited=True, nodes=NODES)
+    assert isolation.name == "cgroup"
+    assert note == "these nodes take no part in the run: cgroup on small: no permission"
+    with pytest.raises(IsolationUnavailable) as caught:
+        select.choose("cgroup", limited=True, nodes={"small": NODES["small"]})
+    assert str(caught.value).startswith("cgroup on small: no permission\nfind the fault")
 
 
 @pytest.mark.parametrize("name", select.NAMES)

@@ -178,14 +178,14 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
         place = engine.settings(name, settings.address, settings.labels, settings.jobs)
     if name == "local":
         _enter_scope(settings.isolation, automatic)
-    with engine.opened(place) as (is_here, perform):
+    with engine.opened(place) as (nodes, perform):
         if place and is_of_command:
             _console.note(
                 "on a node of the cluster, the command's standard input is empty, and its output is"
                 " not shown"
             )
         settings = settings.model_copy(update={"engine": place})
-        task, note = start.start(settings, typed["out"], is_here=is_here)
+        task, note = start.start(settings, typed["out"], nodes)
         _console.note(note)
         yield replace(task, patience_s=math.inf if settings.wait else 0), perform
 

@@ -2,8 +2,9 @@
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -15,7 +16,9 @@ from weighin.child_process import Child
 from weighin.errors import ConfigError, HarnessError, extra
 from weighin.fleet.node import Answer, by_kind, own_code
 from weighin.fleet.node import run as run_here
+from weighin.plan.task import Node
 from weighin.result import Result
+from weighin.run import interrupts
 from weighin.text import one_line
 
 with extra("ray", "--engine ray"):
@@ -29,8 +32,9 @@ START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SL
 _TRIES: Final = 3  # after the third lost node, the cell itself may be the reason
 _NODE_ID: Final = "ray.io/node-id"
 _MONITOR: Final = "RAY_memory_monitor_refresh_ms"
+_WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
-
+_ANSWER_S: Final = 120.0  # for what a node has
 
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
     cloudpickle.register_pickle_by_value(sys.modules[_name])
@@ -74,6 +78,7 @@ class Cluster:
         self._about = {"weighin": own_code(), "monitor": monitor}
         self._names: dict[str, str] = {}
         self.gpus: dict[str, float] = {}  # of the living nodes
+        self._silent = set[str]()  # the nodes that did not say what they have
 
     def names(self) -> dict[str, str]:
         found = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get(SLOT)]
@@ -81,7 +86,7 @@ class Cluster:
         names, self.gpus = {}, {}
         for each, host in zip(found, hosts, strict=True):
             place, labels = each["NodeID"], each.get("Labels", {})
-            if self._labels.items() <= labels.items():
+            if self._labels.items() <= labels.items() and place not in self._silent:
                 names[place] = f"{host}/{place[:8]}" if hosts.count(host) > 1 else host
                 self.gpus[place] = each["Resources"].get("GPU", 0)
         self._names |= names
@@ -89,12 +94,15 @@ class Cluster:
 
     def submit(self, assignment: Mapping[str, Any], without: set[str], gpus: float) -> Future[Any]:
         """Let Ray run an assignment, as soon as a node is free, but on no node of ``without``."""
+        without = without | self._silent
         others = {_NODE_ID: f"!in({','.join(without)})"} if without else {}
-        options = {"max_retries": _TRIES - 1, "num_gpus": gpus}
-        where = self._labels | others
-        task = self._task.options(**options, label_selector=where).remote(
-            {**self._about, **assignment}
-        )
+        return self._future(assignment, self._labels | others, gpus, _TRIES)
+
+    def _future(
+        self, assignment: Mapping[str, Any], where: dict[str, str], gpus: float, tries: int
+    ) -> Future[Any]:
+        options = self._task.options(max_retries=tries - 1, num_gpus=gpus, label_selector=where)
+        task = options.remote({**self._about, **assignment})
         future: Future[Any] = task.future()
         future.task = task  # type: ignore[attr-defined]
         return future
@@ -118,6 +126,42 @@ class Cluster:
             for task in tasks:
                 ray.cancel(task)
             ray.wait(tasks, num_returns=len(tasks), timeout=_CANCELLING_S)
+
+    def find(self) -> list[Node]:
+        """Ask all nodes at the same time what they have; return those that can measure."""
+        end_s, alive = time.monotonic() + _ANSWER_S, self.names()
+        tasks = {}
+        for place in alive:
+            about = {"kind": "describe", "is_tested": (), "gpu": self.gpus[place] > 0}
+            tasks[place] = self._future(about, {_NODE_ID: place}, self.gpus[place], tries=1)
+        try:
+            while wait([tasks[each] for each in tasks if each in alive], _WAIT_S).not_done:
+                interrupts.check()
+                alive = self.names() if time.monotonic() < end_s else {}
+        finally:
+            lost = [task for task in tasks.values() if not task.done()]
+            self.stop(lost)
+        found, errors = [], []
+        for place, task in tasks.items():
+            try:
+                events = {} if task in lost else self.answer(task)[1]
+            except HarnessError:
+                continue
+            if has := events.get("node"):
+                del has["event"]
+                found.append(Node(place, self._names[place], **has))
+            elif error := events.get("error"):
+                errors.append({**error, "message": f"{self._names[place]}: {error['message']}"})
+        self._silent = tasks.keys() - {node.id for node in found}
+        if errors:
+            raise ConfigError("; ".join(each["message"] for each in errors), errors[0]["repair"])
+        if not found:
+            raise ConfigError(
+                f"no node of the cluster has the resource {SLOT} and all labels of the run",
+                "start Ray with this resource on each machine on which weighin is to measure:"
+                f" {START} --address HOST:6379",
+            )
+        return found
 
     def placed(self, result: Result, place: str) -> Result:
         where = {"node": {"name": self._names.get(place, place), "id": place}} if place else {}
@@ -144,13 +188,6 @@ def connected(address: str, labels: Mapping[str, str], task: Task = run) -> Iter
             f"start a Ray cluster: {START.replace('ray start', 'ray start --head')}",
         ) from None
     try:
-        found = Cluster(labels, task)
-        if not found.names():
-            raise ConfigError(
-                f"no node of the cluster has the resource {SLOT} and all labels of the run",
-                "start Ray with this resource on each machine on which weighin is to measure:"
-                f" {START} --address HOST:6379",
-            )
-        yield found
+        yield Cluster(labels, task)
     finally:
         ray.shutdown()

@@ -45,14 +45,19 @@ class Driver:
     handed out than the able nodes can run at once, so that each starts with what its node said last.
     """
 
-    def __init__(self, crew: "Cluster | Jobs", task: Run, progress: Progress) -> None:
+    def __init__(
+        self, crew: "Cluster | Jobs", nodes: Sequence[Node], task: Run, progress: Progress
+    ) -> None:
         self._crew, self._task, self._progress = crew, task, progress
-        self._names = self._alive = crew.names()
-        self._left_out = set[str]()
-        self._trouble: HarnessError = NoNodeLeft("")  # of the last node that was left out
+        self._names = self._alive = {n.id: n.name for n in nodes}
+        self._left_out = {n.id for n in nodes if n.isolations[task.isolation.name]}
+        self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
         self._waiting = {Demand.of(each.cell): deque[Planned]() for each in task.planned}
-        # Why nodes cannot run cells of a demand, as they said at the last cell.
-        self._short: dict[Demand, dict[str, str]] = {demand: {} for demand in self._waiting}
+        # Why nodes cannot run cells of a demand: never, or with what they had free at the last cell.
+        self._short = {
+            demand: {n.id: why for n in nodes if (why := demand.obstacle(n))}
+            for demand in self._waiting
+        }
         self._asks_again = True
         self._running: dict[Future[Any], tuple[Planned, Demand, float]] = {}
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
@@ -65,6 +70,7 @@ class Driver:
         paths = {n: "" if p in own else p for n, p in task.settings.strategy_paths.items()}
         ours = {"strategy_paths": paths, "shard": None, "engine": {}}
         self._assignment = {
+            "kind": "measure",
             "settings": task.settings.model_copy(update=ours).as_json(),
             "patience_s": min(task.patience_s, 1e9),  # JSON has no infinity
         }
@@ -210,9 +216,9 @@ class Driver:
 class Jobs:
     """Threads that run cells for a ``Driver``, which sees them as one node."""
 
-    def __init__(self, jobs: int, caches: Path) -> None:
+    def __init__(self, jobs: int, isolation: str, caches: Path) -> None:
         self.slots, self.gpus = jobs, dict[str, float]()
-        self._caches, self._is_tested = caches, False
+        self._isolation, self._caches, self._is_tested = isolation, caches, False
         self._pool = ThreadPoolExecutor(jobs, "job")
         self._stopped = Event()
 
@@ -243,6 +249,10 @@ class Jobs:
     def names(self) -> dict[str, str]:
         return {_HERE: _HERE}
 
+    def node(self) -> Node:
+        total, free = cgroup.ram_bytes(self._isolation)
+        return Node(_HERE, _HERE, total, free, {self._isolation: ""})
+
     def placed(self, result: Result, _: str) -> Result:
         told = f"up to {self.slots} cells ran at once (jobs): times are not comparable"
         environment = result.environment | {CONCURRENT: self.slots}
@@ -257,8 +267,8 @@ def run_jobs(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
             runner.only_run(task.patience_s, lambda text: progress.preparing(text, None)),
             staging.own_folder(staging.folder(), "jobs-") as caches,
         ):
-            crew = Jobs(jobs, caches)
-            return Driver(crew, task, progress).run()
+            crew = Jobs(jobs, task.isolation.name, caches)
+            return Driver(crew, [crew.node()], task, progress).run()
 
 
 def check_jobs(task: Run, jobs: int) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from weighin.errors import ConfigError, UnknownName
-from weighin.plan.task import Progress, Run
+from weighin.plan.task import Node, Progress, Run
 from weighin.result import Result
 from weighin.run import runner
 from weighin.text import one_line
@@ -36,21 +36,22 @@ def settings(name: str, address: str, labels: Mapping[str, str], jobs: int = 1) 
 
 
 @contextmanager
-def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[bool, Perform]]:
-    """Yield whether this machine runs the cells, and the function that runs them."""
+def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]]:
+    """Yield the nodes that run the cells (none for this machine), and the function that runs them."""
     match chosen:
         case {"name": "local", "jobs": int(number)}:
             from weighin.fleet.driver import run_jobs
 
-            yield True, partial(run_jobs, number)
+            yield (), partial(run_jobs, number)
         case {"name": "ray", "address": str(address), "labels": dict(labels)}:
             from weighin.fleet.cluster import connected
             from weighin.fleet.driver import Driver
 
             with connected(address, labels) as cluster:
-                yield False, lambda task, progress: Driver(cluster, task, progress).run()
+                nodes = cluster.find()
+                yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()
         case _ if chosen:
             shown = one_line(str(dict(chosen)), 100)
             raise ConfigError(f"the plan has an unknown engine: {shown}", "start a new run")
         case _:
-            yield True, runner.run
+            yield (), runner.run

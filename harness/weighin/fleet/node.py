@@ -1,4 +1,4 @@
-"""Measure one cell on this machine: ``python -m weighin.fleet.node``.
+"""Measure one cell on this machine, or describe the machine: ``python -m weighin.fleet.node``.
 
 ``run`` starts this process, and sends it the assignment. When ``run`` sends the event ``stop``, or ends, this
 process stops the measurement and cleans up. It sends these events:
@@ -6,6 +6,7 @@ process stops the measurement and cleans up. It sends these events:
 began   nothing: weighin runs here
 record  record: a line of records.jsonl; files: the run's others, by path
 short   ram_bytes, free_ram_bytes, gpu_bytes: less than the cell needs; the cell was not begun
+node    what the machine has
 error   message, repair, exit_code
 ended   code, stderr: how this process ended, and its last line; added by ``run``
 
@@ -28,7 +29,7 @@ from weighin import __version__, child_process, install
 from weighin.checkpoint import staging
 from weighin.child_process import Child, Parent, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
-from weighin.isolation import cgroup
+from weighin.isolation import cgroup, select
 from weighin.plan import start
 from weighin.plan.task import Demand, Node, Progress
 from weighin.probes import environment, gpu_memory
@@ -106,7 +107,7 @@ def main() -> int:
                     "install the same files of weighin on all nodes, because a table must not mix the"
                     f" figures of different code: {install.command('ray', anywhere=True)}",
                 )
-            _measure(assignment, driver)
+            (_measure if assignment["kind"] == "measure" else _describe)(assignment, driver)
     except (HarnessError, OSError) as found:
         error = found if isinstance(found, HarnessError) else explain(found)
         driver.send("error", message=error.message, repair=error.repair, exit_code=error.exit_code)
@@ -114,6 +115,27 @@ def main() -> int:
     except interrupts.EndedBySignal:
         return Interrupted.exit_code
     return 0
+
+
+def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
+    broken, no_soft_limit = dict.fromkeys(select.NAMES, ""), ""
+    for name in broken:
+        try:
+            select.named(name).check()
+        except HarnessError as error:
+            broken[name] = f"{error.message} ({error.repair})"
+    try:
+        select.check_soft_limit(select.named("cgroup"))
+    except HarnessError as error:
+        no_soft_limit = error.message
+    has = _memory("cgroup", gpu=assignment["gpu"])
+    driver.send("node", **has, isolations=broken, no_soft_limit=no_soft_limit)
+
+
+def _memory(isolation: str, *, gpu: bool) -> dict[str, Any]:
+    total, free = cgroup.ram_bytes(isolation)
+    gpus = [each.total_bytes for each in gpu_memory.look().gpus] if gpu else []
+    return {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}
 
 
 def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
@@ -135,10 +157,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
         (planned,) = task.planned
         demand, end_s = Demand.of(planned.cell), time.monotonic() + _FREE_S
         while True:
-            total, free = cgroup.ram_bytes(task.isolation.name)
-            gpus = gpu_memory.look().gpus if planned.cell.needs_gpu else ()
-            has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free}
-            has |= {"gpu_bytes": [each.total_bytes for each in gpus]}
+            has = _memory(task.isolation.name, gpu=planned.cell.needs_gpu)
             if not demand.obstacle(node := Node("", "", **has), is_now=True):
                 break
             if demand.obstacle(node) or time.monotonic() >= end_s:  # the node may have joined later

@@ -1,6 +1,7 @@
 """Choose an isolation (way to run a worker) by name, or the best that works on this machine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from weighin.cell import Cell
@@ -15,6 +16,10 @@ NAMES = ("docker", "cgroup", "process")
 
 _WITHOUT_LIMIT: Final = (
     "without a RAM limit, these work: weighin recommend, predict, and bench without --ram"
+)
+_ON_NODES: Final = (
+    "find the fault (weighin doctor, on that node), or name an isolation that works on some nodes, and"
+    " weighin measures only on those"
 )
 
 
@@ -39,7 +44,7 @@ def choose(
     limited: bool,
     containers: bool = True,
     image: str = "",
-    is_here: bool = True,
+    nodes: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and a note for the user. ``auto`` takes the first of ``NAMES`` that works,
     without ``containers`` not Docker; if ``limited``, one that enforces a RAM limit. ``nodes`` has, for each
@@ -51,11 +56,19 @@ def choose(
         isolation = named(candidate, image)
         if limited and not isolation.limits:
             continue
+        broken = [
+            f"{candidate} on {n}: {of[candidate]}" for n, of in nodes.items() if of[candidate]
+        ]
+        if broken and name != "auto" and len(broken) < len(nodes):
+            return isolation, f"these nodes take no part in the run: {'; '.join(broken)}"
         try:
-            if is_here or name == "auto":
+            if not nodes:
                 isolation.check()
         except IsolationUnavailable as error:
             refused.append(error)
+            continue
+        if broken:
+            refused.append(IsolationUnavailable("; ".join(broken), _ON_NODES))
             continue
         reasons = "; ".join(error.message for error in refused)
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
@@ -64,10 +77,10 @@ def choose(
     repairs = list(dict.fromkeys(error.repair for error in reversed(refused) if error.repair))
     if name == "auto":
         can = "can enforce a RAM limit" if limited else "works"
-        message = f"no isolation {can} here: {message}"
+        message = f"no isolation {can} {'on every node' if nodes else 'here'}: {message}"
     else:
         try:
-            other, _ = choose("auto", limited=limited)
+            other, _ = choose("auto", limited=limited, nodes=nodes)
             repairs.append(f"use --isolation {other.name}")
         except IsolationUnavailable:
             if not refused:

@@ -11,7 +11,7 @@ from weighin.cell import FORWARD, NONE, TO_DEVICE, Cell, ModelSpec, Operation
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation.base import Isolation
 from weighin.isolation.visible import preloaded
-from weighin.plan.task import Planned, check_gpu, choose
+from weighin.plan.task import Node, Planned, check_gpu, choose
 from weighin.settings.definition import Settings
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
@@ -27,7 +27,9 @@ _FOLDERS: Final = {
 }
 
 
-def plan(settings: Settings, *, is_here: bool) -> tuple[list[Planned], Isolation, Settings, str]:
+def plan(
+    settings: Settings, nodes: Sequence[Node]
+) -> tuple[list[Planned], Isolation, Settings, str]:
     """Return a new run's cells and isolation, its settings with all paths, and a note for the user."""
     chosen = chosen_models.choose(settings)
     models = chosen.specs
@@ -38,12 +40,12 @@ def plan(settings: Settings, *, is_here: bool) -> tuple[list[Planned], Isolation
     use_paths = registry.chosen_uses(settings.uses)
     for name in settings.format:
         formats.known(name)  # raises for an unknown format before the isolation is tested
-    isolation, note = choose(settings, is_here=is_here)
+    isolation, note = choose(settings, nodes)
     own = {"dtypes": chosen.dtypes, "own_formats": chosen.own_formats}
     planned = cells_of(settings, models, strategies, isolation.name, **own)
     try:
-        if is_here and any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
-            check_gpu("cuda", (None,))
+        if any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
+            check_gpu("cuda", (None,), nodes)
     except (ConfigError, IsolationUnavailable) as error:
         no_gpu = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
         planned = [

@@ -27,7 +27,7 @@ from weighin.checkpoint import staging
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
-from weighin.plan.task import Planned, Run, choose
+from weighin.plan.task import Node, Planned, Run, choose
 from weighin.records import run_folder
 from weighin.records.run_folder import resume_command
 from weighin.settings.definition import Settings, read_model, read_plan
@@ -49,18 +49,18 @@ _WITH_VALUE: Final = re.compile(r"-[A-Za-z]*[WXoOrI]")
 
 
 def start(
-    settings: Settings, folder: Path | None = None, *, is_here: bool = True
+    settings: Settings, folder: Path | None = None, nodes: Sequence[Node] = ()
 ) -> tuple[Run, str]:
     """Plan a new run, write its plan, and return the run and notes. The folder is usually
-    ``results/TIME-LABELS-LIMITS``; ``is_here`` if this machine will measure.
+    ``results/TIME-LABELS-LIMITS``; ``nodes`` are the machines that will measure, if not this one.
     """
     if settings.commands:
-        planned, isolation, note = _plan_commands(settings, is_here=is_here)
+        planned, isolation, note = _plan_commands(settings, nodes)
         labels = ["-".join(dict.fromkeys(each.cell.strategy for each in planned))[:_LABEL_LENGTH]]
     else:
         from weighin.plan import loads  # imports formats and strategies, which take 0.2 s
 
-        planned, isolation, settings, note = loads.plan(settings, is_here=is_here)
+        planned, isolation, settings, note = loads.plan(settings, nodes)
         models = {each.cell.model.title: each.cell.model for each in planned}
         labels = [replace(model, kwargs={}).title for model in models.values()]
         labels += ["saving"] if settings.operation == "save" else []
@@ -118,17 +118,19 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
 # Commands ------------------------------------------------------------------------------------------
 
 
-def _plan_commands(settings: Settings, *, is_here: bool) -> tuple[list[Planned], Isolation, str]:
+def _plan_commands(
+    settings: Settings, nodes: Sequence[Node]
+) -> tuple[list[Planned], Isolation, str]:
     # Else the program is in the image or on another node.
-    is_ours = is_here and settings.isolation != "docker" and not settings.image
+    is_here = not (settings.isolation == "docker" or settings.image or nodes)
     for command in settings.commands:
         program, variables = command.command[0], os.environ | command.environment
-        if is_ours and shutil.which(program, path=variables.get("PATH")) is None:
+        if is_here and shutil.which(program, path=variables.get("PATH")) is None:
             raise ConfigError(
                 f"there is no program {program!r}",
                 "give a program in PATH, or the path of a program; for a shell's command line: sh -c 'LINE'",
             )
-        if is_here:
+        if not nodes:
             files_in(command.cold)
     check_patterns(settings)
     if settings.image and settings.isolation not in ("auto", "docker"):
@@ -137,7 +139,7 @@ def _plan_commands(settings: Settings, *, is_here: bool) -> tuple[list[Planned],
             f" --isolation {settings.isolation}",
             "leave out --isolation or --image",
         )
-    isolation, note = choose(settings, is_here=is_here)
+    isolation, note = choose(settings, nodes)
     cells = (
         Cell.of_command(
             command.name,

@@ -4,7 +4,7 @@ or this machine), which must have the RAM, the GPU and the isolation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,7 +109,9 @@ class Node:
     name: str
     ram_bytes: int
     free_ram_bytes: int
+    isolations: Mapping[str, str] = field(default_factory=dict)  # why each fails; empty: it works
     gpu_bytes: tuple[int, ...] = ()  # of each GPU
+    no_soft_limit: str = ""  # why the node cannot set one; empty: it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,21 +144,14 @@ class Demand:
         return ""
 
 
-def choose(settings: Settings, *, is_here: bool) -> tuple[Isolation, str]:
-    """Return the isolation of a run, and a note for the user; raise an error if a limit, the GPU or the
-    isolation does not fit this machine. The nodes of a cluster say so themselves (not ``is_here``).
+def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
+    """Return an isolation that works on the machines of a run, and a note for the user; raise an error if a limit,
+    the GPU or the isolation fits no machine.
     """
-    total_bytes = environment.total_ram_bytes()
-    for limit in settings.ram if is_here else ():
-        if limit is not None and limit > total_bytes:
-            raise ConfigError(
-                f"--ram {format_exact(limit)} is more than this machine has"
-                f" ({format_bytes(total_bytes)})",
-                "give a smaller limit, or leave out --ram",
-            )
-    if settings.device != "cpu" and is_here:
-        check_gpu(settings.device, settings.vram)
-    elif settings.device == "cpu" and any(limit is not None for limit in settings.vram):
+    check_ram(settings.ram, nodes)
+    if settings.device != "cpu":
+        check_gpu(settings.device, settings.vram, nodes)
+    elif any(limit is not None for limit in settings.vram):
         raise ConfigError(
             "vram limits GPU memory, but the device is cpu",
             "add --device cuda, or leave the option out",
@@ -164,24 +159,50 @@ def choose(settings: Settings, *, is_here: bool) -> tuple[Isolation, str]:
     # Commands must ask for a container, because it lacks this machine's programs.
     isolation, note = select.choose(
         "docker" if settings.image else settings.isolation,
+        nodes={node.name: node.isolations for node in nodes},
         limited=settings.within is not None or any(limit is not None for limit in settings.ram),
         containers=not settings.commands or settings.isolation != "auto" or bool(settings.image),
         image=settings.image,
-        is_here=is_here,
     )
-    if settings.ram_high is not None and is_here:
-        select.check_soft_limit(isolation)
+    if settings.ram_high is not None:
+        if not nodes:
+            select.check_soft_limit(isolation)
+        for node in nodes:
+            if isolation.name != "cgroup" or node.no_soft_limit:
+                raise IsolationUnavailable(
+                    f"a soft limit (ram_high) does not work on {node.name}:"
+                    f" {node.no_soft_limit or f'the isolation is {isolation.name}'}",
+                    "leave out ram_high, or use nodes with cgroup v2 and --isolation cgroup",
+                )
     return isolation, note
 
 
-def check_gpu(device: str, vram_limits: Sequence[int | None]) -> None:
-    seen = gpu_memory.look()
-    if not seen.gpus:
-        raise IsolationUnavailable(f"--device {device}: {seen.why}", seen.repair)
-    here = Node("", "this machine", 0, 0, tuple(gpu.total_bytes for gpu in seen.gpus))
-    for vram in vram_limits:
-        if why := Demand(None, device, vram).obstacle(here):
-            raise IsolationUnavailable(
-                f"no machine can run --device {device}: {why}",
-                "name another device, or leave out its limit: weighin doctor shows the GPU",
+def check_ram(limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
+    if nodes:
+        most, who, repair = max(node.ram_bytes for node in nodes), "any node", "add a larger node"
+    else:
+        most, who, repair = environment.total_ram_bytes(), "this machine", "leave out --ram"
+    for limit in limits:
+        if limit is not None and limit > most:
+            raise ConfigError(
+                f"--ram {format_exact(limit)} is more than {who} has ({format_bytes(most)})",
+                f"give a smaller limit, or {repair}",
             )
+
+
+def check_gpu(device: str, vram_limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
+    repair = (
+        "add a node with a GPU; if Ray does not see the GPU, start Ray on that node with --num-gpus"
+    )
+    if not nodes:
+        seen = gpu_memory.look()
+        if not seen.gpus:
+            raise IsolationUnavailable(f"--device {device}: {seen.why}", seen.repair)
+        gpu_bytes = tuple(gpu.total_bytes for gpu in seen.gpus)
+        nodes = [Node("", "this machine", 0, 0, gpu_bytes=gpu_bytes)]
+        repair = "name another device, or leave out its limit: weighin doctor shows the GPU"
+    for vram in vram_limits:
+        reasons = [Demand(None, device, vram).obstacle(node) for node in nodes]
+        if all(reasons):
+            message = f"no machine can run --device {device}: {'; '.join(reasons)}"
+            raise IsolationUnavailable(message, repair)
