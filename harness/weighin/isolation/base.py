@@ -40,7 +40,7 @@ class Exit:
 
     @property
     def signal_name(self) -> str:
-        """ "SIGTERM", or "signal 40" of a real-time signal; empty without a signal."""
+        """The signal's name: "SIGTERM", or "signal 40" of a real-time signal; empty without a signal."""
         try:
             return signal.Signals(self.signal).name if self.signal else ""
         except ValueError:

@@ -501,6 +501,9 @@ def explained(doing: str) -> Iterator[None]:
         elif "minimum memory limit" in reason.lower():
             message = f"the Docker engine refuses so small a RAM limit: {reason}"
             repair = "give a larger --ram, or use --isolation cgroup"
+        elif "bind source path does not exist" in reason or "mounts denied" in reason.lower():
+            message = f"the Docker engine cannot access a folder of this machine: {reason}"
+            repair = "use an engine that runs on this machine, or --isolation cgroup or process"
         raise IsolationUnavailable(message, repair) from error
 
 

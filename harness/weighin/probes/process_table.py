@@ -155,7 +155,7 @@ class ProcessTable:
             for seen in heapq.nlargest(_WITH_FILES, running, key=_weight):
                 seen.note_files(with_mapped=False)
             self._files.end()
-        if len(self._ended) > 2000:  # that are kept while the command runs
+        if len(self._ended) > 2000:  # so many are kept while the command runs
             self._ended = heapq.nlargest(_MOST_PROCESSES, self._ended, key=_weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:

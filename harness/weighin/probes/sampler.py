@@ -59,6 +59,15 @@ class Sampler:
 
     A load has the sum of the anonymous memory of its ranks, and the cgroup's file-backed and shared memory,
     which counts a shared page only once; without a cgroup, the largest of any one rank.
+
+    Attributes:
+        caches_bytes: on cgroup v1, which does not count them apart, the kernel's caches of files' names
+            that were left when all processes had ended.
+        escape: how a process got out of the cgroup or its limit; empty if none did.
+        oom_kills: the processes that the OOM killer killed in the cgroup and those below it.
+        others: the most other processes at once that the process of a load started, and the largest
+            sum of their private memory, in bytes; (0, 0) with ranks.
+        peak: the sample with the most needed memory, or of those about equal, the highest total usage.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ A command that is killed for lack of memory prints no traceback, but these stack
 ran last. py-spy stops each process while it reads that process's memory.
 """
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,11 +34,14 @@ _MOST_PROCESSES: Final = 4
 _MOST_THREADS: Final = 8
 _PATIENCE_S: Final = 3.0
 _STOP_PATIENCE_S: Final = 1.0
-_GROWTH: Final = (0.05, 16 * MIB)  # since the last reading, as a share of its usage, but at least
-_MUCH: Final = (1 / 4, 32 * MIB)  # one is at least at 4/5 of a sampled peak
+_GROWTH: Final = 0.05
+_GROWTH_BYTES: Final = 16 * MIB
+_MUCH: Final = 1 / 4  # of the last reading's usage: one is at least at 4/5 of a sampled peak
+_MUCH_BYTES: Final = 32 * MIB
 _SOON_NS: Final = 50_000_000  # to the limit; a reading takes about 20 ms
 _LEAST_SHARE: Final = 0.75  # of the limit; a stack at less usage tells nothing of the peak
-_MARGIN: Final = (0.1, 32 * MIB)
+_MARGIN: Final = 0.1
+_MARGIN_BYTES: Final = 32 * MIB
 _STEPS_IN_MARGIN: Final = 16  # readings while the usage rises through the margin, at most
 _RUNS: Final = "RD"  # the states of a thread that runs (R), or is in uninterruptible sleep (D)
 
@@ -52,13 +56,15 @@ class StackTaker:
         self.frozen_ns = 0
         self._pids = pids
         self._limit = room_in(cgroup) if cgroup else None
+        self._margin_bytes = max(_MARGIN_BYTES, int((self._limit or 0) * _MARGIN))
         self._start_s = time.monotonic()
         self._taken_ns = self._taken_bytes = 0
         self._last = (0, 0)
         self._was_near = False
         self._found: list[Stack] = []
         self._reading: threading.Thread | None = None
-        self._looks: deque[list[Stack]] = deque(maxlen=_KEPT)
+        self._looks: deque[tuple[Stack, ...]] = deque(maxlen=_KEPT)
+        self._others: set[str] = set()
         self._program = _find_program()
         self._error = "no Python process used more memory than before"
         if not self._program:
@@ -75,8 +81,10 @@ class StackTaker:
         return "" if self.stacks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Begin to read stacks if the usage is worth it. Sampling goes on meanwhile, and the largest usage
-        until the reading has ended is that of its stacks.
+        """Begin to read stacks if the usage at ``t_ns`` is near the limit, or much above the last one.
+
+        Sampling goes on meanwhile, and the largest usage until the reading has ended is that of its
+        stacks.
         """
         if self._reading:
             is_alive = self._reading.is_alive()
@@ -89,54 +97,54 @@ class StackTaker:
             return
         sizes = {}
         for pid in self._pids():
-            with suppress(OSError):  # the process has ended, or is another user's
-                if _runs_python(pid):
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
+                if _program_of(pid) not in self._others:
                     sizes[pid] = read_status(pid).get("VmRSS", 0)
         if pids := sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]:
             self._taken_ns, self._taken_bytes = t_ns, usage_bytes
             reading = threading.Thread(target=self._read, args=(self._program, pids))
-            with suppress(RuntimeError):  # this user has too many processes
+            try:
                 reading.start()
                 self._reading = reading
+            except RuntimeError as error:  # this user has too many processes
+                self._error = f"py-spy does not start: {error}"
 
     def _read(self, program: str, pids: list[int]) -> None:
         start_s = time.monotonic()
-        with suppress(RuntimeError), ThreadPoolExecutor(len(pids)) as pool:
-            dumps = pool.map(lambda pid: self._dump(program, start_s + _PATIENCE_S, pid), pids)
-            self._found = [stack for stacks in dumps for stack in stacks]
+        try:
+            with ThreadPoolExecutor(len(pids)) as pool:
+                dumps = pool.map(partial(self._dump, program, start_s + _PATIENCE_S), pids)
+                self._found = [stack for stacks in dumps for stack in stacks]
+        except RuntimeError as error:  # this user has too many processes
+            self._error = f"py-spy does not start: {error}"
         self.frozen_ns += int((time.monotonic() - start_s) * 1e9)
 
     def _keep(self) -> None:
         if self._reading:
             self._reading.join()
             t_ns, usage_bytes = self._taken_ns, self._taken_bytes
-            if self._found:
-                self._looks.append(
-                    [replace(one, t_ns=t_ns, usage_bytes=usage_bytes) for one in self._found]
-                )
+            stacks = [replace(one, t_ns=t_ns, usage_bytes=usage_bytes) for one in self._found]
+            if stacks:
+                self._looks.append(tuple(stacks))
             self._reading, self._found = None, []
 
     def _is_worth(self, t_ns: int, usage_bytes: int) -> bool:
         """Near the limit, where the kernel may kill the command at any moment, the first reading is
         always made. A reading at a usage that is higher by a quarter waits for no pause.
         """
-
-        def part(share_and_least: tuple[float, int], of_bytes: int) -> float:
-            share, least_bytes = share_and_least
-            return max(least_bytes, share * of_bytes)
-
         (before_ns, before_bytes), self._last = self._last, (t_ns, usage_bytes)
-        growth, least_bytes = usage_bytes - self._taken_bytes, part(_GROWTH, self._taken_bytes)
+        growth = usage_bytes - self._taken_bytes
+        least_bytes = max(_GROWTH_BYTES, self._taken_bytes * _GROWTH)
+        is_much = growth >= max(_MUCH_BYTES, self._taken_bytes * _MUCH)
         if self._limit and usage_bytes > _LEAST_SHARE * self._limit:
             rate = (usage_bytes - before_bytes) / max(t_ns - before_ns, 1)
-            margin_bytes = part(_MARGIN, self._limit)
-            if self._limit - usage_bytes <= max(margin_bytes, rate * _SOON_NS):
+            if self._limit - usage_bytes <= max(self._margin_bytes, rate * _SOON_NS):
                 if not self._was_near:
                     self._was_near = True
                     return True
-                least_bytes = margin_bytes // _STEPS_IN_MARGIN
+                least_bytes = self._margin_bytes // _STEPS_IN_MARGIN
         is_allowed = self.frozen_ns / 1e9 <= _SHARE * (time.monotonic() - self._start_s)
-        return growth >= least_bytes and (is_allowed or growth >= part(_MUCH, self._taken_bytes))
+        return growth >= least_bytes and (is_allowed or is_much)
 
     def _dump(self, program: str, deadline_s: float, pid: int) -> list[Stack]:
         """Return a process's stacks. One with a thread in uninterruptible sleep, which does not stop,
@@ -161,32 +169,39 @@ class StackTaker:
                 self._error = f"py-spy got no answer within {_PATIENCE_S:.0f} s"
             except OSError as error:  # for example, this user has too many processes
                 self._error = f"py-spy does not start: {error.strerror}"
-                break
+                return []
             except ValueError:  # of no JSON
                 why = ended.stderr.decode(errors="replace").partition("Stack backtrace")[0]
-                self._error = f"py-spy cannot read process {pid}: {one_line(why)}"
-                if "ermission" in why:
-                    self._error = (
-                        "this user may not read the memory of the command's processes: run as root,"
-                        " or sudo sysctl kernel.yama.ptrace_scope=0"
-                    )
-                if "Failed to suspend" not in why:
-                    break
+                if options or "Failed to suspend" not in why:
+                    self._note_failure(pid, why)
+                    return []
         return []
+
+    def _note_failure(self, pid: int, error: str) -> None:
+        with contextlib.suppress(OSError):
+            name = _program_of(pid)
+            if "ermission" in error:
+                self._error = (
+                    "this user may not read the memory of the command's processes: run as root,"
+                    " or sudo sysctl kernel.yama.ptrace_scope=0"
+                )
+            elif "python" in Path(name).name or "/libpython" in read_text(f"/proc/{pid}/maps"):
+                self._error = f"py-spy cannot read {one_line(name)}: {one_line(error)}"
+            else:
+                self._others.add(name)
 
 
 def _find_program() -> str | None:
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
 
 
-def _runs_python(pid: int) -> bool:
-    name = Path(f"/proc/{pid}/exe").readlink().name
-    return "python" in name or "/libpython" in read_text(f"/proc/{pid}/maps")
+def _program_of(pid: int) -> str:
+    return str(Path(f"/proc/{pid}/exe").readlink())
 
 
 def _threads_in(pid: int, states: str) -> set[int]:
     found = set()
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             if read_text(f"{task}/stat").rpartition(")")[2].split()[0] in states:
                 found.add(int(task.name))
@@ -198,7 +213,7 @@ def _stacks_of(pid: int, threads: list[Any], running: set[int]) -> list[Stack]:
     with the GIL and the main thread first. Of more than 40 frames, only the first and last 20 are kept.
     """
     folder, half = "", _MOST_FRAMES // 2
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         folder = f"{Path(f'/proc/{pid}/cwd').readlink()}/"
 
     def order(thread: Any) -> tuple[bool, bool, bool]:

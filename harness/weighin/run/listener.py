@@ -226,7 +226,7 @@ class Reported:
         if before := self._open.pop(begun.id, None):  # a phase from before the process called exec
             self._close(before, now)
         was, begun.name = one_line(begun.name, 2 * _LONGEST_NAME), _cleaned(begun.name)
-        if begun.name != was and len(self._renamed) < 3:  # in a warning
+        if begun.name != was and len(self._renamed) < 3:  # the warning names three
             self._renamed[was] = begun.name
         begun.memory = replace(begun.memory, cgroup_bytes=now.usage_bytes)
         begun.t_ns = time.monotonic_ns()
@@ -237,7 +237,7 @@ class Reported:
         """End a program's phase; the end of one that has not begun has no effect."""
         self._raise(ended.peak_rss_bytes, now)
         if one := self._open.pop(ended.id, None):
-            # It may be invalid.
+            # Its time may be invalid.
             ended.t_ns = min(max(one.start_ns, ended.t_ns), time.monotonic_ns())
             ended.memory = replace(ended.memory, cgroup_bytes=now.usage_bytes)
             self._last = ended
@@ -305,22 +305,38 @@ class Reported:
         then = "which weighin did not take"
         if not self.is_worker:
             then = "after which weighin took nothing more from that connection"
-        found = {
-            f"{who} sent a message with an impossible or unknown value, {then}: phases may be"
-            " missing": self.is_refused,
-            f"the peak RSS of {who} could not be reset: the value of each phase is the peak since"
-            " the process started": not self._resets,
-            "the cgroup's peak could not be reset, so phases have no cgroup peak (cgroup v2 needs"
-            " Linux 6.12 for it)": self.is_main and not self._resets_group,
-            f"{who} ended inside its phase {self.died_in!r}, whose peak RSS is therefore"
-            " sampled": self.died_in is not None,
-            f"{who} had more than {_MOST_PHASES} phases: {self._number_lost} are not recorded, but"
-            " for each name, the one with the highest peak RSS is": self._number_lost,
-            f"{who} has phases that are recorded under other names ({names}): a name has at most 64"
-            " letters, digits, spaces and _ . + / ( ) -, and is not that of one of weighin's own"
-            " phases": names,
-        }
-        return [*self.told.notes, *(text for text, is_so in found.items() if is_so)]
+        found = (
+            (
+                self.is_refused,
+                f"{who} sent a message with an impossible or unknown value, {then}: phases may be missing",
+            ),
+            (
+                not self._resets,
+                f"the peak RSS of {who} could not be reset: the value of each phase is the peak since"
+                " the process started",
+            ),
+            (
+                self.is_main and not self._resets_group,
+                "the cgroup's peak could not be reset, so phases have no cgroup peak (cgroup v2 needs"
+                " Linux 6.12 for it)",
+            ),
+            (
+                self.died_in is not None,
+                f"{who} ended inside its phase {self.died_in!r}, whose peak RSS is therefore sampled",
+            ),
+            (
+                self._number_lost,
+                f"{who} had more than {_MOST_PHASES} phases: {self._number_lost} are not recorded, but"
+                " for each name, the one with the highest peak RSS is",
+            ),
+            (
+                names,
+                f"{who} has phases that are recorded under other names ({names}): a name has at most"
+                " 64 letters, digits, spaces and _ . + / ( ) -, and is not that of one of weighin's own"
+                " phases",
+            ),
+        )
+        return [*self.told.notes, *(text for is_so, text in found if is_so)]
 
 
 def _cleaned(name: str) -> str:

@@ -295,7 +295,7 @@ class Loads:
     """Measures the loads and saves of a run, whose checkpoints it prepares first."""
 
     def __init__(self, task: Run, needed: Sequence[Planned], progress: Progress) -> None:
-        """Prepare the checkpoints of the cells in ``needed``, the isolation, and the test of a worker; raise
+        """Prepare the checkpoints of the cells in ``needed``, and test a worker; raise
         FormatLimit if no checkpoint can be written, ConfigError if a limit is too small to import torch.
         """
         self._task, self._progress = task, progress

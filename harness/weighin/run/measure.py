@@ -486,7 +486,7 @@ class Watch:
             raise self.listener.error
 
     def abandon(self) -> None:
-        """Close what ``close`` and ``evidence`` would close, if the cell did not start."""
+        """Close what is still open; a second call does nothing."""
         self.listener.close()
         if self._log is not None:
             os.close(self._log)
@@ -553,7 +553,7 @@ def end_rest(running: Running, grace_s: float) -> tuple[str, ...]:
             time.sleep(_PAUSE_S)
         return left
 
-    for pid in rest(0.3):  # in which short children of a command end by themselves
+    for pid in rest(0.3):  # a command's short children end by themselves in this time
         name = ""
         with suppress(OSError):
             name = one_line(command_of(pid), _COMMAND_LENGTH)

@@ -173,7 +173,7 @@ class Relay:
         return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))
 
     def _relay(self, channel: _Channel) -> None:
-        """Pass the output on, and search its lines; "\r" also ends a line, as of a progress bar."""
+        """Pass the output on, and search its lines; a carriage return also ends a line, as of a progress bar."""
         begun, begun_ns = b"", 0  # a line that has not ended, and when its last character arrived
         while True:
             if not ready([channel.source], _PROMPT_S if begun else _SILENCE_S):
