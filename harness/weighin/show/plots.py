@@ -183,7 +183,7 @@ def _compared(run: Measured) -> list[tuple[str, list[Row]]]:
         run.rows, [name for name in SCENE if name in varying(run.rows)]
     ):
         good = [one for one in group if one["ok"] == one["repeats"] and one["ready_s"] and one[key]]
-        found += [(title, good)] if len(good) > 1 else []
+        found += [(title, good[:_MOST_ROWS])] if len(good) > 1 else []
     return found
 
 
@@ -195,7 +195,18 @@ def draw_front(run: Measured) -> "Figure":
     figure, grid = look.new_figure([max(2.8, 0.2 * len(group) + 0.8) for _, group in drawn])
     for axes, (title, group) in zip(grid, drawn, strict=True):
         label = labels_among(cells_of(group))
-        points = sorted((row[key] / GIB, row["ready_s"], label(row["cell"]), row) for row in group)
+        points = sorted(
+            (
+                (
+                    row[key] / GIB,
+                    row["ready_s"],
+                    one_line(label(row["cell"]), look.LABEL_LENGTH),
+                    row,
+                )
+                for row in group
+            ),
+            key=itemgetter(0, 1),
+        )
         front: list[tuple[float, float]] = []
         for x, y, _, _ in points:
             if not front or y < front[-1][1]:
