@@ -50,7 +50,8 @@ class Evidence:
 
 def judge(end: Evidence) -> tuple[Outcome, str]:
     """Return a cell's outcome, and the reason in one line; for "ok", a warning. It is ``oom_killed`` only if a
-    counter of the kernel shows a kill; a high peak is no proof. Without a cgroup, the whole machine's counts.
+    counter of the kernel shows a kill, of a command also the kernel's log; a high peak is no proof. Without a
+    cgroup, the whole machine's counter counts.
     """
     if end.cell.operation != "command":
         outcome, why = _of_load(end)
