@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from factories import MODEL_BYTES, make_cell
@@ -10,6 +11,7 @@ from sweeps import a_sweep, swept
 
 from weighin.records.run import Measured
 from weighin.result import Faults, Outcome, Result
+from weighin.show.findings import slow_disks, survival
 from weighin.units import GIB
 
 
@@ -75,3 +77,32 @@ def test_what_is_not_ok_is_named(outcome: Outcome, pages: int, said: str) -> Non
         swept("a", 4, (5, 0)), outcome=outcome, ready_ns=None, faults=Faults(1, 1, pages), phases=()
     )
     assert words([swept("a", 8, (5, 0)), bad])["a"] == ["5.00 s", said]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ({"options": {"map_location": "1"}}, {"options": {"map_location": 1}}),
+        ({"command": ("a", "1")}, {"command": ("a", "2")}),
+    ],
+)
+def test_rows_with_one_label_stay_two_rows(pair: tuple[dict[str, Any], ...]) -> None:
+    lives = ((8, (5, 0)), (4, None))
+    results = [swept("a", limit, lived, **one) for one in pair for limit, lived in lives]
+    (table,) = survival(Measured(results))
+    assert [[entry.text for entry in row[1:]] for row in table.entries] == [
+        ["5.00 s", "killed"]
+    ] * 2
+
+
+def test_limits_and_disks_with_one_label_stay_two_columns() -> None:
+    more, *_ = limits = [swept("a", limit, (5, 0)) for limit in (8, 4)]
+    more = replace(more, cell=replace(more.cell, ram_limit_bytes=8 * GIB + 1))
+    (table,) = survival(Measured([more, *limits]))
+    assert len(table.columns) == 1 + 3
+    disks = [
+        swept("a", None, (seconds, 0), disk_bytes_per_s=rate, options={"x": x})
+        for x, rate, seconds in (("1", 10**8, 5), (1, 10**8, 6), ("1", 10**8 + 1, 7))
+    ]
+    (table,) = slow_disks(Measured(disks))
+    assert [row[1:] for row in table.rows] == [["5.00 s", "7.00 s"], ["6.00 s", "-"]]

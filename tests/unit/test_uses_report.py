@@ -7,11 +7,12 @@ from factories import ENVIRONMENT, make_cell
 
 from pages.run_tables import markdown_trained
 from weighin.records.floor import floors, next_cell
+from weighin.records.run import Measured
 from weighin.records.run_folder import Records
 from weighin.records.series import name_of, summarise
 from weighin.records.verdict import used_ns
 from weighin.result import SCHEMA, Cost, Memory, Outcome, Peaks, Phase, Result, Use
-from weighin.show.findings import floor_label
+from weighin.show.findings import floor_label, uses
 from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000
@@ -92,3 +93,11 @@ def test_a_search_for_the_floor_of_a_use_begins_at_what_the_use_needs() -> None:
     assert (
         0 <= first.ram_limit_bytes - anonymous(4.25).anon_bytes < 0.1 * anonymous(4.25).anon_bytes
     )
+
+
+def test_options_with_one_text_have_a_row_each() -> None:
+    run = [used("a", use, size, 4.0, 4.0) for size in (1.0, 2.0) for use in ("forward", "adamw")]
+    for one, x in zip(run, ("1", "1", 1, 1), strict=True):
+        one.cell.options["x"] = x
+    (table,) = uses(Measured(run))
+    assert [row[1] for row in table.rows] == ["1.00", "2.00"]

@@ -4,6 +4,7 @@ their processes, and which ones were killed.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from operator import itemgetter
 from pathlib import PurePath
@@ -31,7 +32,7 @@ from weighin.show import words
 from weighin.show.table import Column, Entry, Lines, Table, pivot
 from weighin.show.words import KINDS, plain, scaled
 from weighin.text import few
-from weighin.units import GIB, MIB, format_bytes, format_seconds
+from weighin.units import GIB, MIB, format_bytes, format_latency, format_rate, format_seconds
 
 NOTE_RANKS: Final = (
     "The cgroup's peak counts each page once, with the page cache of the checkpoint; above the"
@@ -159,12 +160,18 @@ def uses(run: Measured) -> Iterator[Table]:
         return " ".join(multiple(good, figure) for figure in both)
 
     used = [(one.cell.after_load, one) for one in loads if one.cell.after_load != NONE]
+
+    def without_use(cell: Cell) -> str:
+        return replace(cell, use="", passes=0).series
+
+    titles = {without_use(one.cell): name[one.cell.series] for one in loads}
     yield pivot(
         "After the load",
         [("loaded", one) for one in loads] + used,
-        lambda one: name[one[1].cell.series],
+        lambda one: without_use(one[1].cell),
         itemgetter(0),
         memory,
+        row_title=titles.__getitem__,
         notes=notes,
     )
 
@@ -181,6 +188,10 @@ def slow_disks(run: Measured) -> Iterator[Table]:
         return
     name = names(run.rows, without=("disk", "disk_latency"))
 
+    def without_disk(row: Row) -> str:
+        cell: Cell = replace(row["cell"], disk_bytes_per_s=None, disk_latency_ns=None)
+        return cell.series
+
     def time(rows: Sequence[Row]) -> str:
         repeats = run.by_series[rows[0]["group"]]
         time_ns = first_pass_ns(repeats)
@@ -188,14 +199,23 @@ def slow_disks(run: Measured) -> Iterator[Table]:
             return outcome_of(each.outcome for each in repeats)
         return format_seconds(time_ns)
 
+    titles = {without_disk(row): name[row["group"]] for row in run.rows}
     yield pivot(
         "Slow disks",
         run.rows,
-        lambda row: name[row["group"]],
-        lambda row: ", ".join(filter(None, (row["disk"], row["disk_latency"]))) or "as fast as it is",
+        without_disk,
+        disk_of,
         time,
+        row_title=titles.__getitem__,
+        column_title=disk_words,
         notes=[NOTE_DISKS, words.shared(run)],
-    )  # fmt: skip
+    )
+
+
+def disk_words(disk: tuple[int | None, int | None]) -> str:
+    rate, latency_ns = disk
+    texts = (format_rate(rate) if rate else "", format_latency(latency_ns) if latency_ns else "")
+    return ", ".join(filter(None, texts)) or "as fast as it is"
 
 
 def disk_of(row: Row) -> tuple[int | None, int | None]:
@@ -225,7 +245,7 @@ def survival_of(run: Measured, matrix: Matrix, *, limits_are_columns: bool = Tru
     ]
 
     def lived(found: Sequence[tuple[tuple[int, int], Typical]]) -> Entry:
-        (((row, column), one),) = found
+        ((row, column), one) = found[0]
         result, name = one.result, f"{labels[row]}, {limits[column]}"
         if one.judgement:
             tip = f"{name}: {one.judgement.verdict}\n{one.judgement.reason}"
@@ -235,11 +255,12 @@ def survival_of(run: Measured, matrix: Matrix, *, limits_are_columns: bool = Tru
             one.words, kind=kind, tip=f"{name}: {result.outcome}\n{result.message}".rstrip()
         )
 
-    # Where a field stands in its key, how the places there are called, and what they are.
     kind = KINDS[matrix.scene.operation]
-    rows, columns = (0, labels, kind.words["what"]), (1, limits, "RAM limit")
+    # Of the rows and of the columns: the place in a field's key, the titles, and what they are.
+    axes = [(0, labels, kind.words["what"]), (1, limits, "RAM limit")]
     if not limits_are_columns:
-        rows, columns = columns, rows
+        axes.reverse()
+    (down, row_titles, name), (across, column_titles, _) = axes
     cells = [one.cell for one in run.results]
     most = max(cell.passes for cell in cells)
     used = {0: "", 1: " and for one forward pass"}.get(most, f" and for {most} forward passes")
@@ -248,12 +269,14 @@ def survival_of(run: Measured, matrix: Matrix, *, limits_are_columns: bool = Tru
     measured = run.rows_of(one.result for one in matrix.fields.values())
     return pivot(
         "Survival under each limit",
-        sorted(fields, key=lambda one: one[0][rows[0]]),
-        lambda one: rows[1][one[0][rows[0]]],
-        lambda one: columns[1][one[0][columns[0]]],
+        sorted(fields, key=lambda one: one[0][down]),
+        lambda one: one[0][down],
+        lambda one: one[0][across],
         lived,
-        columns=columns[1],
-        name=rows[2],
+        columns=range(len(column_titles)),
+        row_title=row_titles.__getitem__,
+        column_title=column_titles.__getitem__,
+        name=name,
         notes=[
             f"{kind.life}{used}. killed: by the kernel, for lack of memory.",
             f"thrashes: the cell's memory reached the limit, and it either {kind.lost}.",

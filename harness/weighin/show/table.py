@@ -5,9 +5,9 @@ A document is a list of ``Table`` and ``Lines``. A console prints each of them a
 """
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from rich import box
 from rich.cells import cell_len
@@ -235,24 +235,30 @@ def markdown(document: Document, level: int = 2) -> str:
 def pivot(
     title: str,
     items: Iterable[_Item],
-    row: Callable[[_Item], str],
-    column: Callable[[_Item], str],
+    row: Callable[[_Item], Hashable],
+    column: Callable[[_Item], Hashable],
     entry: Callable[[Sequence[_Item]], Entry | str],
     *,
-    columns: Iterable[str] = (),
+    columns: Iterable[Hashable] = (),
+    row_title: Callable[[Any], str] = str,
+    column_title: Callable[[Any], str] = str,
     name: str = "strategy",
     notes: Sequence[str] = (),
     reasons: Sequence[str] = (),
 ) -> Table:
     """Return a table with a row for each value of ``row``, a column for each of ``column``, and an ``entry``
-    of the items there. The columns are in the order of ``columns``, or else of the items."""
+    of the items there. The columns are in the order of ``columns``, or else of the items. Two values may
+    have the same title: they remain two rows, or two columns.
+    """
     items = list(items)
-    heads = list(columns) or list(dict.fromkeys(map(column, items)))
+    across = list(columns) or list(dict.fromkeys(map(column, items)))
     rows: list[list[Entry | str]] = []
-    for label, ours in grouped(items, row).items():
+    for down, ours in grouped(items, row).items():
         found = grouped(ours, column)
-        rows.append([label, *(entry(found[head]) if head in found else "-" for head in heads)])
-    return Table(title, [Column(name, is_name=True), *map(Column, heads)], rows, notes, reasons)
+        fields = (entry(found[one]) if one in found else "-" for one in across)
+        rows.append([row_title(down), *fields])
+    heads = [Column(name, is_name=True), *(Column(column_title(one)) for one in across)]
+    return Table(title, heads, rows, notes, reasons)
 
 
 def _head(column: Column) -> str:
