@@ -85,6 +85,20 @@ def test_a_regression_exits_with_1_and_says_how_to_accept_it(bad: Path, file: Pa
     assert f"{file} is up to date" in typed("check", bad, "--baseline", file, "--update")[1]
 
 
+def test_a_metric_that_only_a_later_version_knows_is_passed_over(good: Path, file: Path) -> None:
+    file.write_text(file.read_text().replace('"peak_rss": 7', '"of_tomorrow": 5, "peak_rss": 7', 1))
+    assert '"of_tomorrow"' in file.read_text()
+    assert typed("check", good, "--baseline", file)[0] == 0
+
+
+def test_an_update_is_shown_even_if_a_budget_cannot_be_read(bad: Path, file: Path) -> None:
+    words = ["check", bad, "--baseline", file, "--update", "--budget", "nonsense"]
+    result = CliRunner().invoke(app.app, [*map(str, words)], env={"NO_COLOR": "1"})
+    assert "cannot read the budget" in str(result.exception)
+    assert re.search(r'^\+ +"peak_rss": 7591\d+,$', result.output, re.MULTILINE)
+    assert f"{file} was updated" in result.output
+
+
 def test_tolerances_and_settings_are_options_and_keys_of_pyproject(
     bad: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,10 +148,16 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
         measured = checks.read_runs(typed["runs"])
     _console.note(*measured.warnings)
     settings = {"tolerances": typed["tolerance"], "settings": typed["setting"]}
-    with _console.working("comparing the figures"):
-        changes = []
-        if typed["update"]:
+    if typed["update"]:
+        with _console.working("comparing the figures"):
             changes = checks.update(measured, baseline, partial=partial, **settings)
+        # Shown before the figures are judged: a rule that cannot be read ends the check.
+        colours, err = {"+": "green", "-": "red", "@": "cyan"}, typed["json"] == _console.STDOUT
+        changes = [click.style(text, fg=colours.get(text[0])) for text in changes]
+        end = f"{baseline} {'was updated' if changes else 'is up to date'}"
+        for text in (*changes, end):
+            click.echo(text, err=err, color=_console.colour())
+    with _console.working("comparing the figures"):
         result = checks.check(
             measured,
             baseline,
@@ -161,12 +167,6 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
             expected=typed["expect"],
             **settings,
         )
-    if typed["update"]:
-        colours, err = {"+": "green", "-": "red", "@": "cyan"}, typed["json"] == _console.STDOUT
-        changes = [click.style(text, fg=colours.get(text[0])) for text in changes]
-        end = f"{baseline} {'was updated' if changes else 'is up to date'}"
-        for text in (*changes, end):
-            click.echo(text, err=err, color=_console.colour())
     _write(result, typed)
     if result.failed:
         _console.note(*_repairs(result, measured, baseline, partial=partial))

@@ -354,8 +354,10 @@ def _beside(
     for name, was in baseline.series.items():
         yield from _figures(name, was, series[name], tolerances) if name in series else ()
         for metric_name, figure in was.figures.items():
-            tolerance, metric = rules.tolerances.get(metric_name), METRICS[metric_name]
+            # Without a tolerance, the metric may be one that only a later weighin knows.
+            tolerance = rules.tolerances.get(metric_name)
             if tolerance and figure.high - figure.median > 2 * tolerance.allowance(figure.median):
+                metric = METRICS[metric_name]
                 notes.append(
                     f"the baseline's repeats of {name} spread from {metric.text(figure.low)} to"
                     f" {metric.text(figure.high)} in {metric.title}: smaller regressions are not detected"
