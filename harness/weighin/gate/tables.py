@@ -39,25 +39,30 @@ def terminal(result: GateResult, *, whole: bool = False) -> Document:
     notable = [line for line in result.lines if line.verdict is not LineVerdict.SAME]
     shown = result.lines if whole else notable or result.lines[:1]
     last = Lines("", [summary(result)], "failed" if result.failed else "passed")
-    return [*_document(result, shown), last]
+    return [*_document(result, shown, *short_names(line.series for line in shown)), last]
 
 
 def write_markdown(result: GateResult) -> str:
     """Return the result as Markdown, with the unchanged figures in a collapsed section."""
     notable = [line for line in result.lines if line.verdict is not LineVerdict.SAME]
     head = f"## {'❌' if result.failed else '✅'} weighin check\n\n{escaped(summary(result))}"
-    parts = [head, markdown(_document(result, notable), 3)]
+    names, common = short_names(line.series for line in result.lines)
+    parts = [head, markdown(_document(result, notable, names, common), 3)]
     if same := [line for line in result.lines if line.verdict is LineVerdict.SAME]:
         counts = Counter("within budget" if line.is_budget else "unchanged" for line in same)
         words = ", ".join(f"{counts[title]} {title}" for title in sorted(counts, reverse=True))
-        table = _table(same, short_names(line.series for line in result.lines)[0]).markdown()
+        table = _table(same, names).markdown()
         parts.append(f"<details><summary>{words}</summary>\n\n{table}\n\n</details>")
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _document(result: GateResult, shown: Sequence[Line]) -> list[Table | Lines]:
-    """Return the lines, the phases of each series' worst failure, and the notes."""
-    names, common = short_names(line.series for line in shown or result.lines)
+def _document(
+    result: GateResult, shown: Sequence[Line], names: Mapping[str, str], common: str
+) -> list[Table | Lines]:
+    """Return the lines ``shown``, the phases of each series' worst failure, and the notes.
+
+    ``names`` and ``common`` are of ``short_names``, for all series of the text.
+    """
     figures = [line for line in shown if line.metric]
     failing, others = (
         [
@@ -116,7 +121,9 @@ def junit(result: GateResult) -> str:
             failure = ET.SubElement(
                 case, "failure", type=line.verdict.replace(" ", "_"), message=describe(line)
             )
-            failure.text = _phases(line, line.series).markdown() if line.phases else describe(line)
+            failure.text = describe(line)
+            if line.phases:
+                failure.text = "\n".join(_aligned(_phases(line, line.series)))
         elif line.verdict is not LineVerdict.SAME:
             ET.SubElement(case, "system-out").text = f"{line.verdict}: {describe(line)}"
     root = ET.Element("testsuites")
@@ -200,6 +207,18 @@ def _phases(line: Line, name: str) -> Table:
     heads = (f"{figure.replace('_', ' ')} in phase", "before", "now", "change")
     columns = [Column(head, is_name=at == 0) for at, head in enumerate(heads)]
     return Table(f"{name}, {line.what}, by phase", columns, rows)
+
+
+def _aligned(phases: Table) -> Iterator[str]:
+    """Yield the lines of a table of phases as plain text, with an arrow at the phase that grew."""
+    rows = [[Entry(column.title) for column in phases.columns], *phases.entries]
+    widths = [max(len(entry.text) for entry in column) for column in zip(*rows, strict=True)]
+    for name, *figures in rows:
+        text = name.text.ljust(widths[0])
+        for figure, width in zip(figures, widths[1:], strict=True):
+            text += f"  {figure.text:>{width}}"
+        grew = figures[-1].spread
+        yield f"{text}  <- {grew}" if grew else text
 
 
 def _table(lines: Sequence[Line], names: Mapping[str, str]) -> Table:
