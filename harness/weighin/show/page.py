@@ -63,8 +63,19 @@ def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
         title=title,
         css=css,
         shared=escape(words.shared(run)),
+        when=escape(_when(run)),
         body=body,
         run=escape(run.folder.resolve().name),
         links=links,
         script=script,
     )
+
+
+def _when(run: Measured) -> str:
+    """Return the times at which the first and the last measurement of a run started."""
+    starts = sorted(one.started_at for one in run.results if one.started_at)
+    if not starts:
+        return ""
+    first, last = (start[:16].replace("T", " ") for start in (starts[0], starts[-1]))
+    zone = " UTC" if all(start.endswith("+00:00") for start in starts) else ""
+    return f"Measured {first if first == last else f'{first} to {last}'}{zone}."

@@ -111,7 +111,7 @@ def draw_peaks(run: Measured) -> "Figure":
 
 def _bar(axes: "Axes", place: int, label: str, row: Row, right: float) -> None:
     """Draw one bar with its peaks, the range of the peak over repeats, and an outcome other than ok."""
-    kind, shade, ending = KINDS[row["operation"]], look.colour(row["strategy"]), words.ending(row)
+    kind, shade = KINDS[row["operation"]], look.colour(row["strategy"])
     is_ok = row["outcome"] == Outcome.OK
     shape: dict[str, Any] = {"height": 0.62, "hatch": "" if is_ok else "////", **look.EDGE}
     anonymous = (row[kind.held[0]] or 0) / GIB
@@ -122,27 +122,41 @@ def _bar(axes: "Axes", place: int, label: str, row: Row, right: float) -> None:
     ]
     end = anonymous + file_backed
     mark: dict[str, Any] = {"color": "black", "linestyle": "", "markersize": 5, "zorder": 4}
-    key, name, accuracy = kind.peak
-    texts, tips = [] if is_ok else [ending], [f"{label}: {ending}"]
+    key, texts = kind.peak[0], [] if is_ok else [words.ending(row)]
     if (peak := row[key]) is not None:
         low, high = row[f"{key}_min"] / GIB, row[f"{key}_max"] / GIB
         axes.plot([low, high], [place, place], color="black", linewidth=1.2)
         parts += axes.plot(peak / GIB, place, marker="D", mfc="white", **mark)
         texts.insert(0, f"{peak / GIB:.2f}")
-        spread = f" ({low:.3f} to {high:.3f})" if low != high else ""
-        tips.append(f"{name} {peak / GIB:.3f}{spread} GiB ({accuracy})")
         end = max(end, high)
     if (allocated := row["peak_cuda_allocated_bytes"]) is not None:
         parts += axes.plot(allocated / GIB, place, marker="^", **mark)
-        tips.append(f"CUDA peak {allocated / GIB:.3f} GiB (exact)")
         end = max(end, allocated / GIB)
 
     for part in parts:
-        look.tip(part, "\n".join(tips))
+        look.tip(part, _peak_tip(label, row))
     # The text has a white box, because the line of the RAM limit may cross it.
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     at, text = end + right * 0.015, look.verbatim("  ".join(texts))
     axes.text(at, place, text, va="center", fontsize=8, color=look.INK, bbox=box, zorder=5)
+
+
+def _peak_tip(label: str, row: Row) -> str:
+    """Return the tip of a bar: the outcome, and each size with its range over the repeats."""
+    kind = KINDS[row["operation"]]
+    lines = [f"{label}: {words.ending(row)}"]
+    for key, name, accuracy in (
+        kind.peak,
+        ("peak_cgroup_bytes", "cgroup peak", "exact, with page cache"),
+        ("peak_cuda_allocated_bytes", "CUDA peak", "exact"),
+        (*kind.held, "sampled"),
+        ("file_sampled_bytes", kind.cached.partition(",")[0], "sampled"),
+    ):
+        value, low, high = (row[f"{key}{end}"] for end in ("", "_min", "_max"))
+        if value is not None:
+            spread = f" ({low / GIB:.3f} to {high / GIB:.3f})" if low != high else ""
+            lines.append(f"{name} {value / GIB:.3f}{spread} GiB ({accuracy})")
+    return "\n".join(lines)
 
 
 def _references(axes: "Axes", group: Sequence[Row], edge: float) -> None:
