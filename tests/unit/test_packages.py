@@ -84,3 +84,11 @@ def test_a_prediction_says_which_package_it_cannot_follow(tmp_path: Path) -> Non
         [planned(written(tmp_path, 'PACKAGES = ("safetensors", "numpy", "rich")'))]
     )
     assert prediction.cannot == "weighin cannot predict how rich reads files"
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [("git+https://no.index/x/y", "git+https://no.index/x/y"), ("foo bar baz", "'foo bar baz'")],
+)
+def test_a_text_that_names_no_package_counts_as_missing(text: str, quoted: str) -> None:
+    assert registry.missing_packages((text,)) == f"needs {text}: pip install {quoted}"

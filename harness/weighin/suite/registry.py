@@ -67,6 +67,9 @@ OF_FORMAT: Final[Mapping[str, tuple[str, ...]]] = {gguf.NAME: ("gguf", "accelera
 _FROM = "from:"
 _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
 
+_NO_CONSTANTS: Final = ("name", "path", "summary")
+"""The fields of ``StrategyInfo`` that a strategy's file does not declare in a constant."""
+
 
 def data_folder(name: str) -> Path:
     """Return one of weighin's data folders, "strategies" or "configs": beside the package in a checkout,
@@ -115,7 +118,7 @@ class StrategyInfo:
 
     @property
     def missing(self) -> str:
-        """As ``missing_packages``."""
+        """The missing packages and the command that installs them; empty if no package is missing."""
         return missing_packages(self.packages)
 
     def check_options(self, names: Iterable[str]) -> None:
@@ -198,7 +201,9 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         )
 
     declared: dict[str, Any] = {}
-    for field in fields(StrategyInfo)[3:]:  # after name, path and summary
+    for field in fields(StrategyInfo):
+        if field.name in _NO_CONSTANTS:
+            continue
         name, default = field.name.upper(), field.default
         value, _ = constants.get(name, (default, 0))
         if isinstance(default, bool):
@@ -206,7 +211,8 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         elif isinstance(default, tuple):
             is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
             if not is_texts or (default and not value):
-                raise wrong(name, "a tuple of strings", f'{name} = ("{[*default, "name"][0]}",)')
+                shown = default[0] if default else "name"
+                raise wrong(name, "a tuple of strings", f'{name} = ("{shown}",)')
         declared[field.name] = value
     words = {word for text in declared["peak"] for word in text.split(" + ")}
     if words - {*PEAK_WORDS} or len(declared["peak"]) not in (0, 1, len(declared["formats"])):
@@ -241,23 +247,26 @@ def missing_packages(requirements: Iterable[str]) -> str:
 
     An example: "needs fastsafetensors: pip install 'weighin[loaders] @ git+URL'".
     """
-    from packaging.requirements import Requirement  # `weighin list` does without it
-
-    asked = [Requirement(each) for each in requirements]
-    found = versions(each.name for each in asked)
-    absent = [
-        each
-        for each in asked
-        if each.name not in found or not each.specifier.contains(found[each.name], prereleases=True)
-    ]
+    absent = [each for each in requirements if not _is_installed(each)]
     if not absent:
         return ""
-    extras = {each.name: _extra_with(each.name) for each in absent}
-    others = [quote(str(each)) for each in absent if not extras[each.name]]
+    extras = {each: _extra_with(name_of(each)) for each in absent}
+    others = [quote(each) for each in absent if not extras[each]]
     commands = [f"pip install {' '.join(others)}"] if others else []
     if chosen := sorted(filter(None, set(extras.values()))):
         commands.append(install.command(*chosen, anywhere=True))
-    return f"needs {', '.join(map(str, absent))}: {'; '.join(commands)}"
+    return f"needs {', '.join(absent)}: {'; '.join(commands)}"
+
+
+def _is_installed(requirement: str) -> bool:
+    from packaging.requirements import InvalidRequirement, Requirement  # `list` does without it
+
+    try:
+        asked = Requirement(requirement)
+    except InvalidRequirement:  # such as a URL, which pip can install
+        return False
+    found = versions([asked.name]).get(asked.name)
+    return found is not None and asked.specifier.contains(found, prereleases=True)
 
 
 def _extra_with(package: str) -> str:
