@@ -58,6 +58,7 @@ def test_a_suite_lists_one_environment_or_several(given: Any, read: list[dict[st
         ),
         ({"A": True}, "the value of A is True, not a text"),
         ({"A": [1]}, r"the value of A is \[1\], not a text"),
+        ({"A": "a\0b"}, "the value of A contains a NUL\nleave A out"),
         ({"PYTHONPATH": "x"}, "weighin sets PYTHONPATH itself"),
         ({"WEIGHIN_WORKER": "x"}, "weighin sets WEIGHIN_WORKER itself"),
     ],

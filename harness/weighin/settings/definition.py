@@ -105,6 +105,8 @@ def _as_environment(value: object, info: ValidationInfo) -> object:
             raise ValueError(  # noqa: TRY004 (pydantic passes no TypeError on)
                 f"the value of {name} is {content!r}, not a text", "write the value in quotes"
             )
+        if "\0" in str(content):
+            raise ValueError(f"the value of {name} contains a NUL", f"leave {name} out")
     return {name: str(content) for name, content in items}
 
 
@@ -428,7 +430,7 @@ class Load(Strict):
     """Whether the checkpoint is out of the page cache when the load begins (cold), or was read just before (warm)."""
     format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: what each strategy reads."""
-    passes: Annotated[int, Field(ge=1)] = 1
+    passes: int = 1
     """The number of forward passes of the use forward: each reads a mapped model that is larger than the limit again."""
     uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
     """What the model is used for after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
@@ -527,6 +529,11 @@ class Settings(Measure, Load, Command, Model):
             is_so = key in without and info.data.get(name) == state
             if is_so and any(each != without[key] for each in _as_list(value)):
                 raise ValueError(f"it has no effect with {name} {state}", f"leave {key} out")
+        if key == "passes" and value < 1:
+            raise ValueError(
+                "0 forward passes mean no use of the model",
+                "write --use none (in a suite, uses: none)",
+            )
         if key == "uses" and info.data.get("passes", 1) > 1 and FORWARD not in value:
             raise ValueError(
                 "passes applies to the use forward, which is not among the uses", "leave passes out"
