@@ -339,3 +339,26 @@ def test_a_wrong_value_in_the_table_of_a_verb_names_this_table(here: Path) -> No
     assert refused("predict", "gpt2-tiny").startswith(place)
     write("[tool.weighin]\nseed = 1\n[tool.weighin.predict]\nseed = 'x'\n")
     assert refused("predict", "gpt2-tiny").startswith("pyproject.toml: tool.weighin.predict.seed: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "why"),
+    [
+        ("[tool.weighin]\nphases = 3", "phases", "not true or false, but 3\nwrite true or false"),
+        ('[tool.weighin.run]\nenv = {A = "x=1"}', "run.env", "not a text, not a number, and not a"),
+        ("[tool.weighin]\ncheckpoint-dtype = true", "checkpoint-dtype", "not a text, not a number"),
+        ("[tool.weighin.run]\nname = [[1]]", "run.name", "not a text, not a number, and not a"),
+    ],
+)
+def test_a_wrong_kind_of_value_of_any_option_names_the_file(
+    here: Path, text: str, key: str, why: str
+) -> None:
+    write(text)
+    assert refused("list").startswith(f"pyproject.toml: tool.weighin.{key}: {why}")
+
+
+def test_no_forward_pass_is_no_use(here: Path) -> None:
+    assert refused("bench", "gpt2-tiny", "--set", "passes=0") == (
+        "--set passes: 0 forward passes mean no use of the model\n"
+        "write --use none (in a suite, uses: none)"
+    )

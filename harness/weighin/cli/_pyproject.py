@@ -64,7 +64,9 @@ def read(context: click.Context, verbs: Mapping[str, click.Command]) -> None:
                     settings[name][target] = _located(value, target, path.parent)
                     places[name][target] = f"{path}: {place}.{key}"
                 else:
-                    defaults[name][target.name or ""] = _default(target, value, path.parent)
+                    defaults[name][target.name or ""] = _default(
+                        target, value, path.parent, f"{path}: {place}.{key}"
+                    )
     context.default_map = defaults
     context.meta.update({_SETTINGS: settings, _PLACES: places})
 
@@ -146,9 +148,7 @@ def _check(
                 " confirmation",
                 f"give the option on the command line: --{normal}",
             )
-        from difflib import (
-            get_close_matches,
-        )  # imported here to save time: most files have no error
+        from difflib import get_close_matches  # here to save time: most files are right
 
         near = get_close_matches(normal, sorted(listed), n=1)
         near = [FORMER[normal]] if normal in FORMER else near
@@ -156,12 +156,19 @@ def _check(
         raise ConfigError(f"{place}: unknown key", f"{hint}known: {', '.join(sorted(listed))}")
 
 
-def _default(option: click.Option, value: object, folder: Path) -> object:
+def _default(option: click.Option, value: object, folder: Path, place: str) -> object:
     """Return a TOML value in the form in which click passes it from the command line."""
     if option.is_flag:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{place}: not true or false, but {value!r}", "write true or false")
         return value
     is_path = isinstance(option.type, click.Path)
     items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
+        raise ConfigError(
+            f"{place}: not a text, not a number, and not a list of texts or numbers",
+            'write a value such as "8g", 3 or ["8g", "4g"]',
+        )
     texts = [_located(str(item), option.name or "", folder, is_path=is_path) for item in items]
     return texts if option.multiple else ",".join(texts)
 
