@@ -207,6 +207,14 @@ def _written(info: registry.StrategyInfo) -> str:
             "def load(job, /):\n    return job.build_model()\n",
             "load() takes its job in another way than as a plain argument",
         ),
+        (
+            "SIZE = 3\n\n\ndef load(job):\n    return job.build_model()[:SIZE]\n",
+            "it uses what pasted code does not have: SIZE",
+        ),
+        (
+            "def load(job):\n    if job.folder:\n        return None\n",
+            "load() is no Python without its job",
+        ),
     ],
 )
 def test_what_cannot_be_written_out_says_why(tmp_path: Path, code: str, why: str) -> None:
@@ -228,3 +236,54 @@ def test_helpers_stay_where_a_strategy_uses_the_tied_names_in_a_way_of_its_own(
     text = snippet(registry.read_strategy(path), is_mixed=False)
     assert "def retie(" in text
     assert "    if tied:\n        retie(model, tied)\n" in text
+
+
+def written(folder: Path, body: str, **more: Any) -> str:
+    """Return the code that is written for a strategy with this body of load()."""
+    path = folder / "mine.py"
+    path.write_text(
+        "import torch\nfrom weighin.strategy import assign, load_streaming, retie, tied_names\n\n\n"
+        f"def load(job):\n{body}"
+    )
+    return snippet(registry.read_strategy(path), computes_buffers=False, **more)
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+@pytest.mark.parametrize(
+    "start",
+    ["if job.folder:\n", "if job.folder:\n{}    raise OSError\n{}elif job.device == 'x':\n"],
+)
+def test_the_other_case_of_a_folder_stays(tmp_path: Path, start: str, quote: str) -> None:
+    """Also where a helper has another name, and with both kinds of quotes."""
+    indent = " " * 8
+    text = written(
+        tmp_path,
+        f"    with job.phase({quote}read{quote}):\n{indent}{start.format(indent, indent)}"
+        f"{indent}    raise OSError\n{indent}else:\n{indent}    put = assign\n"
+        f"{indent}    model = job.build_model()\n"
+        f"{indent}    put(model, torch.load(job.checkpoint), job.device)\n    return model\n",
+    )
+    torch.save((net := torch.nn.Linear(2, 2)).state_dict(), tmp_path / "w.pt")
+    names: dict[str, Any] = {}
+    exec(text, names)
+    loaded = names["load_model"](lambda: torch.nn.Linear(2, 2), tmp_path / "w.pt")
+    assert torch.equal(loaded.weight, net.weight)
+
+
+def test_a_comment_is_no_use_of_the_tied_names(tmp_path: Path) -> None:
+    text = written(
+        tmp_path,
+        "    model = job.build_model()\n    tied = tied_names(model)  # the tied names\n"
+        "    retie(model, tied)\n    return model  # none of the tied names is missing\n",
+        is_mixed=False,
+    )
+    assert "def retie" not in text
+    assert "= tied_names" not in text
+
+
+def test_code_imports_our_functions_from_where_they_are_documented(tmp_path: Path) -> None:
+    text = written(
+        tmp_path, "    return load_streaming(job.build_model, job.checkpoint, device=job.device)\n"
+    )
+    assert "\nfrom weighin import load_streaming\n" in text
+    assert "\nfrom weighin import load_streaming\n" in snippet(registry.strategy("streaming"))

@@ -5,7 +5,9 @@ weighin's own loader is too long to paste, so that code that uses the loader imp
 """
 
 import ast
+import builtins
 import re
+import symtable
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from shlex import quote
 from types import MappingProxyType
 from typing import Any, Final
 
+import weighin
 from weighin import install
 from weighin.strategy import HELPERS
 from weighin.stream.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS
@@ -20,8 +23,8 @@ from weighin.suite.registry import StrategyInfo, name_of
 
 _TENSORS: Final = "weighin.stream.tensors"
 """The module whose functions are pasted."""
-_KEPT: Final = ("weighin.stream.model", "weighin.stream.construct")
-"""The written code imports these modules, because they are too large to paste."""
+_KEPT: Final = ("weighin.stream.model", "weighin.stream.construct", "weighin.stream.hugging_face")
+"""The written code imports the functions of these modules, because they are too large to paste."""
 _INSTALLED: Final = ("safetensors", "weighin")
 """The code's first line installs these packages if the code imports them, even if undeclared."""
 _RESET_BUFFERS: Final = '''\
@@ -93,7 +96,7 @@ def snippet(
     written = [
         head + load if name == "load" else _text(source, node) for name, node in functions.items()
     ]
-    used = {*re.findall(r"\b(\w+)\(", "\n".join(written))}
+    used = _names("\n".join(written))
     imports, helpers = _imports(nodes, used)
     if "reset_buffers" in used:
         helpers.append(_RESET_BUFFERS)
@@ -107,7 +110,39 @@ def snippet(
     if adapter:
         use += "\n# from peft import PeftModel"
         use += f"\n# model = PeftModel.from_pretrained(model, {adapter!r}).merge_and_unload()"
-    return "\n\n\n".join(["\n".join(imports), *helpers, *written, f"{use}\n"])
+    code = "\n\n\n".join(["\n".join(imports), *helpers, *written, f"{use}\n"])
+    if unknown := _undefined(code):
+        raise CannotWriteOut(
+            f"it uses what pasted code does not have: {', '.join(sorted(unknown))}"
+        )
+    return code
+
+
+def _names(code: str) -> set[str]:
+    """Return the names in Python code, other than those in its strings, comments and imports."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        raise CannotWriteOut("load() is no Python without its job") from None
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _undefined(code: str) -> set[str]:
+    """Return the global names that a program reads, but neither defines, imports nor has from Python."""
+    module = symtable.symtable(code, "pasted code", "exec")
+    tables = [module]
+    for table in tables:
+        tables += table.get_children()
+    defined = {
+        one.get_name() for one in module.get_symbols() if one.is_assigned() or one.is_imported()
+    }
+    read = {
+        one.get_name()
+        for table in tables
+        for one in table.get_symbols()
+        if one.is_global() and one.is_referenced()
+    }
+    return read - defined - {*dir(builtins)}
 
 
 def _imports(nodes: Sequence[ast.stmt], used: set[str]) -> tuple[list[str], list[str]]:
@@ -118,7 +153,9 @@ def _imports(nodes: Sequence[ast.stmt], used: set[str]) -> tuple[list[str], list
             for name in (alias.name for alias in node.names):
                 module = HELPERS.get(name, node.module or "")
                 if module in _KEPT:
-                    imports.add(f"from {module} import {name}")
+                    public = "weighin" if name in weighin.__all__ else "weighin.strategy"
+                    place = public if name in HELPERS else module
+                    imports |= {f"from {place} import {name}"} if name in used else set()
                 elif module == _TENSORS:
                     helpers |= dict.fromkeys(_helpers(name)) if name in used else {}
                 elif module != "weighin.strategy":  # where a type is, which no code needs
@@ -138,19 +175,28 @@ def _without_job(source: str, load: ast.FunctionDef) -> str:
         raise CannotWriteOut("load() takes its job in another way than as a plain argument")
     job = arguments.args[0].arg
     body = "\n".join(source.splitlines()[load.body[0].lineno - 1 : load.end_lineno])
-    phase = rf'{job}\.phase\("[^"]*"\)'
-    # A part that only a Hugging Face folder needs, which has code of its own.
-    body = re.sub(rf"(?m)^( *)if {job}\.folder:\n(?:\1 .*\n|\n)*", "", f"{body}\n")
+    phase = rf"""{job}\.phase\((?:"[^"]*"|'[^']*')\)"""
+    # A part that only a Hugging Face folder needs, which has code of its own. What stands after
+    # "elif" or "else" stays.
+    block = r"(?:\1 .*\n|\n)*"
+    of_folder = rf"(?m)^( *)if {job}\.folder:.*\n{block}"
+    body = re.sub(rf"{of_folder}\1el(?=if )", r"\1", f"{body}\n")
+    body = re.sub(rf"{of_folder}(?:\1else:.*\n({block}))?", _unindented, body)
     body = re.sub(rf"(?m)^ *{phase},\n", "", re.sub(rf"{phase}, ", "", body))
-    block = re.compile(rf"(?m)^( *)with {phase}:.*\n((?:\1 .*\n|\n)*)")
-    while block.search(body):
-        body = block.sub(lambda one: textwrap.indent(textwrap.dedent(one[2]), one[1]), body)
+    measured = re.compile(rf"(?m)^( *)with {phase}:.*\n({block})")
+    while measured.search(body):
+        body = measured.sub(_unindented, body)
     call = r"reset_buffers(\1, build_model, device, dtype)"
     body = re.sub(rf"\b{job}\.reset_buffers\((\w+)\)", call, body)
     body = re.sub(rf"\b{job}\.(checkpoint|device|dtype|build_model|options)\b", r"\1", body)
     if re.search(rf"\b{job}\b", body):
         raise CannotWriteOut("load() passes on the whole job object")
     return body.rstrip("\n")
+
+
+def _unindented(found: re.Match[str]) -> str:
+    """Return the block in the second group, if there is one, indented as the first group."""
+    return textwrap.indent(textwrap.dedent(found[2] or ""), found[1])
 
 
 def _for_one_dtype(text: str) -> str:
@@ -164,10 +210,11 @@ def _for_one_dtype(text: str) -> str:
         r"\1\2.load_state_dict(\3, assign=True)\n\1del \3\n\1\2.to(device, dtype)",
         without,
     )
-    is_named = any(
-        re.search(rf"\b{name}\b", without) for name in re.findall(r"(\w+) = tied_names", text)
-    )
-    return text if is_named else without
+    try:
+        names = _names(f"def load():\n{without}")
+    except CannotWriteOut:  # such as a call of several lines, of which the first is missing
+        return text
+    return text if names & {*re.findall(r"(\w+) = tied_names", text)} else without
 
 
 def _text(source: str, node: ast.FunctionDef) -> str:
