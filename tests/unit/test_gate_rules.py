@@ -73,7 +73,7 @@ def test_which_series_a_selector_covers() -> None:
             "anon <= 2 x model above import",
             "cannot read the budget 'anon <= 2 x model above import': 'above import' is possible"
             " for peak_rss and above_import, but not for anon",
-            EXAMPLES,
+            'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import"',
         ),
         (
             "ready <= 2 x model",

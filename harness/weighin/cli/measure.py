@@ -236,7 +236,8 @@ def share(text: str) -> float:
     try:
         within = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        within = math.nan
+        problem, repair = f"cannot read {text!r} as a share", "write a percentage"
+        raise ConfigError(f"--within: {problem}", f"{repair}, such as --within 1%") from None
     if not 0 < within <= COARSEST:
         raise ConfigError(
             f"--within {text} is not between 0% and {COARSEST:.0%}",

@@ -147,7 +147,10 @@ def parse_budget(text: str) -> Budget:
     metric = named(match["metric"])
     if match["above"]:
         if metric.name not in ("peak_rss", "above_import"):
-            raise refused(f": 'above import' is possible for peak_rss and above_import, but not for {metric.name}")  # fmt: skip
+            raise refused(
+                f": 'above import' is possible for peak_rss and above_import, but not for {metric.name}",
+                'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import"',
+            )
         metric = named("above_import")
     amount, shares = 0, {"model": 0.0, "limit": 0.0}
     for term in match["bound"].split("+"):
