@@ -38,7 +38,10 @@ def main() -> None:
     except Exception as error:
         marks.fail(Outcome.MEASUREMENT_FAILED, f"{BEFORE_LOAD}: {describe(error)}")
     try:
-        worker.save() if job.cell.operation == "save" else worker.load()
+        if job.cell.operation == "save":
+            worker.save()
+        else:
+            worker.load()
     except BaseException as error:
         marks.fail(*classify(error, job.strategy_path))
     os._exit(0)  # skip the interpreter's shutdown, which takes time
