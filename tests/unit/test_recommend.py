@@ -1,13 +1,18 @@
 """What fits, what does not and why, and the order: from predictions, and from what was measured."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from weighin.cell import Cell, ModelSpec
+from weighin.cli.app import app
+from weighin.errors import ConfigError
 from weighin.predict.prediction import Prediction, Work
+from weighin.recommend import answer
 from weighin.recommend.candidates import (
     Candidate,
     FitVerdict,
@@ -255,3 +260,15 @@ def test_measured_loads_say_how_slow_the_machine_is() -> None:
     quiet_s = predicted_ready_s(loads[0][0], SPEEDS)
     assert slowness([*loads, (nothing, loads[0][1])], SPEEDS) == pytest.approx(9.0 / quiet_s)
     assert slowness([], SPEEDS) == slowness([(nothing, loads[0][1])], SPEEDS) == 1.0
+
+
+def test_the_name_of_a_strategy_is_no_markup_of_the_spinner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gather(_: object, report: Callable[[str], None]) -> None:
+        report("my[/x]: 0 of 1 done")
+        raise ConfigError("reported")
+
+    monkeypatch.setattr(answer, "gather", gather)
+    result = CliRunner().invoke(app, ["recommend", "gpt2-tiny"])
+    assert str(result.exception) == "reported"

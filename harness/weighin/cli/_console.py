@@ -5,8 +5,8 @@ Only functions that print a table or a progress bar import rich, so that ``weigh
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +17,6 @@ from weighin.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.status import Status
 
     from weighin.show.table import Lines, Table
 
@@ -40,11 +39,16 @@ def err() -> "Console":
     return _console(stderr=True)
 
 
-def working(text: str) -> "Status":
-    """Show ``text`` beside a spinner until the ``with`` block ends, if standard error is a terminal."""
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Show ``text`` beside a spinner until the ``with`` block ends, if standard error is a terminal.
+
+    The block gets a function that replaces the text.
+    """
     from rich.markup import escape
 
-    return err().status(escape(text))
+    with err().status(escape(text)) as status:
+        yield lambda other: status.update(escape(other))
 
 
 def show(*parts: "Table | Lines | str", folds: bool = True) -> None:

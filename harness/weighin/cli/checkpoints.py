@@ -118,8 +118,6 @@ def convert(context: click.Context, typed: dict[str, Any]) -> None:
 
     With --keys model or --adapter, the whole model is loaded first.
     """
-    from rich.markup import escape
-
     from weighin.checkpoint.convert import Conversion, sentence
     from weighin.run import interrupts
     from weighin.settings.definition import DTYPES
@@ -151,9 +149,9 @@ def convert(context: click.Context, typed: dict[str, Any]) -> None:
     )
     if not selection:
         _console.note(*notes_on(conversion.source, choice))
-    with _console.working("importing torch") as status:
+    with _console.working("importing torch") as show:
         done = conversion.run(
-            lambda text, share: status.update(escape(f"{text}: {share or 0:.0%}")),
+            lambda text, share: show(f"{text}: {share or 0:.0%}"),
             interrupts.ignore,
         )
     _console.deliver(typed["json"], done, sentence(done), folds=False)

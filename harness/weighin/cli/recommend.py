@@ -57,13 +57,13 @@ def recommend(context: click.Context, typed: dict[str, Any]) -> None:
     if found := _options.pipeline(context):
         path, folders = found
         questions = {name: question_of(context, str(part)) for name, part in folders.items()}
-        with _console.working("starting") as status:
-            whole = answer.advise_pipeline(path.resolve().name, questions, status.update)
+        with _console.working("starting") as show:
+            whole = answer.advise_pipeline(path.resolve().name, questions, show)
         document, best, parts = whole.as_json(), whole.best, answer.pipeline_parts(whole)
     else:
         question = question_of(context)
-        with _console.working("starting") as status:
-            advice = answer.advise(question, answer.gather(question, status.update))
+        with _console.working("starting") as show:
+            advice = answer.advise(question, answer.gather(question, show))
         document, best = advice.as_json(), advice.best
         parts = answer.parts(advice, None if typed["all"] else answer.SHOWN)
     _console.deliver(typed["json"], document, *parts, folds=False)
