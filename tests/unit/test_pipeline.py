@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,3 +142,25 @@ def test_a_part_without_a_prediction_leaves_the_pipeline_without_one() -> None:
 def test_each_part_is_predicted_with_the_loader_of_its_own_library() -> None:
     assert strategies_for(["streaming", "transformers"], "diffusers") == ["streaming", "diffusers"]
     assert strategies_for(["diffusers", "transformers"], "transformers") == ["transformers"]
+
+
+@pytest.mark.parametrize("model", ['"pipe line"', '["pipe line"]'])
+@pytest.mark.parametrize("names", ['"transformers,streaming"', '["transformers", "streaming"]'])
+def test_the_strategies_of_a_file_are_those_of_each_parts_library_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, model: str, names: str
+) -> None:
+    asked = dict[str, list[str]]()
+
+    def predictions(
+        _: object, part: str = "", __: str = "", strategies: Sequence[str] = ()
+    ) -> list[Prediction]:
+        asked[part] = list(strategies)
+        return [predicted("baseline", 1, 1, 1)]
+
+    monkeypatch.setattr("weighin.cli.predict._predictions", predictions)
+    monkeypatch.chdir(folder.parent)
+    Path("pyproject.toml").write_text(f"[tool.weighin]\nmodel = {model}\nstrategies = {names}\n")
+    run("predict")
+    assert asked == {"unet": ["diffusers", "streaming"], "vae": ["diffusers", "streaming"]}
+    run("predict", "pipe line", "--strategies", "streaming")
+    assert asked == {"unet": ["streaming"], "vae": ["streaming"]}

@@ -313,6 +313,8 @@ def pipeline(context: click.Context, *others: str) -> tuple[Path, dict[str, Path
     from weighin.stream.pretrained_folder import path_of
 
     of_file = _pyproject.settings_of(context).get("models", "")
+    if isinstance(of_file, list) and len(of_file) == 1:
+        of_file = of_file[0]
     name = one_model(context) or ("" if context.params.get("suite") else of_file)
     if not isinstance(name, str) or not name:
         return None
@@ -322,6 +324,15 @@ def pipeline(context: click.Context, *others: str) -> tuple[Path, dict[str, Path
     reason = "these options need one model, not a pipeline"
     refuse(context, ("uses", *others), reason, "leave them out, or give the folder of one part")
     return path, {part.name: part.path for part in parts}
+
+
+def strategies(context: click.Context) -> list[str]:
+    """Return the names of the strategies that the user typed, or else of those in pyproject.toml."""
+    texts: Any = context.params["strategies"]
+    if not texts and not context.params.get("suite"):
+        texts = _pyproject.settings_of(context).get("strategies", [])
+        texts = texts if isinstance(texts, list) else [texts]
+    return [name for text in texts if isinstance(text, str) for name in names(text)]
 
 
 def names(text: str) -> list[str]:

@@ -45,7 +45,7 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
 
     if found := _options.pipeline(context):
         path, folders = found
-        names = [name for text in typed["strategies"] for name in _options.names(text)]
+        names = _options.strategies(context)
         parts = {}
         for part, folder in folders.items():
             chosen = tables.strategies_for(names, library_at(folder))
@@ -104,7 +104,7 @@ def _predictions(
     if (stored := typed["checkpoint_dtype"]) and stored not in DTYPES:
         raise UnknownName("dtype", stored, DTYPES)
     prefix = f"{part}, " if part else ""
-    with _console.working("importing torch") as status:
+    with _console.working("importing torch") as show:
         return client.predict(
             planned,
             checkpoint=chosen.checkpoint,
@@ -113,7 +113,7 @@ def _predictions(
             python_path=chosen.python_path,
             forward=FORWARD in use_paths and (is_asked or not typed["suite"]),
             use_paths=use_paths,
-            report=lambda done, strategy: status.update(
+            report=lambda done, strategy: show(
                 f"{prefix}{strategy}: {done} of {len(planned)} done"
             ),
         )
