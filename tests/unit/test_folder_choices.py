@@ -16,6 +16,7 @@ from weighin.cell import SYNTHESISED
 from weighin.cli.app import main
 from weighin.errors import CheckpointError, ConfigError, HarnessError
 from weighin.models.pretrained import pretrained_class
+from weighin.stream import hugging_face
 from weighin.stream.pretrained_folder import (
     cached_snapshot,
     from_pretrained_arguments,
@@ -231,6 +232,24 @@ def test_a_revision_of_a_model_in_the_cache(
     target = hub.parent / "made.safetensors"
     say("convert", hub, target, "--set", f"revision={revision or 'main'}")
     assert all(torch.equal(load_file(target)[key], one) for key, one in wanted.state_dict().items())
+
+
+def test_a_revision_of_a_gguf_file_in_the_cache(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = hub / "snapshots" / ("a" * 40)
+    for file in snapshot.iterdir():
+        file.unlink()
+    (snapshot / "model.gguf").write_bytes(b"GGUF")
+    read = []
+
+    def described(file: Path) -> dict[str, str]:
+        read.append(file)
+        raise CheckpointError("no file of GGUF", "")
+
+    monkeypatch.setattr(hugging_face, "described_gguf", described)
+    for source in ("owner/name", hub):
+        with pytest.raises(CheckpointError, match="no file of GGUF"):
+            load_pretrained(source, revision="v1.0")
+    assert read == 2 * [snapshot / "model.gguf"]
 
 
 @pytest.mark.parametrize("revision", ["../../other", "nothing", "\0", "x" * 300])

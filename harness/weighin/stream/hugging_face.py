@@ -51,7 +51,7 @@ from weighin.text import one_line, plain
 _log = logging.getLogger("weighin")
 
 _USED: Final = {
-    "a GGUF file": ("model_class", "adapter"),
+    "a GGUF file": ("model_class", "revision", "adapter"),
     "a sentence-transformers folder of several parts": ("revision",),
     "a folder of diffusers": ("variant", "revision"),
     "a folder of timm": ("variant", "revision", "key", "strip_prefix"),
