@@ -125,13 +125,13 @@ def extra(name: str, purpose: str) -> Iterator[None]:
     """
     try:
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         from weighin import install  # imported here to save a worker's memory
 
-        raise ConfigError(
-            f"{purpose} needs the Python package {error.name}, which is not installed",
-            install.command(name),
-        ) from None
+        fault = f"a Python package that cannot be imported: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            fault = f"the Python package {error.name}, which is not installed"
+        raise ConfigError(f"{purpose} needs {fault}", install.command(name)) from None
 
 
 def explain(error: OSError) -> HarnessError:

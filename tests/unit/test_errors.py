@@ -2,8 +2,8 @@
 
 import pytest
 
-from weighin import errors
-from weighin.errors import HarnessError, UnknownName
+from weighin import errors, install
+from weighin.errors import ConfigError, HarnessError, UnknownName, extra
 
 
 def test_an_error_is_its_cause_and_its_repair() -> None:
@@ -48,3 +48,23 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         "no strategy is called 'mmap_asign'\n"
         "did you mean 'mmap_assign'? known: baseline, mmap_assign, streaming"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (
+            ModuleNotFoundError("No module named 'peft'", name="peft"),
+            "the Python package peft, which is not installed",
+        ),
+        (
+            ImportError("cannot import name 'x' from 'y'", name="y"),
+            "a Python package that cannot be imported: cannot import name 'x' from 'y'",
+        ),
+    ],
+)
+def test_a_package_that_is_missing_or_broken_is_named(error: ImportError, fault: str) -> None:
+    with pytest.raises(ConfigError) as caught, extra("hf", "--adapter a"):
+        raise error
+    assert caught.value.message == f"--adapter a needs {fault}"
+    assert caught.value.repair == install.command("hf")
