@@ -3,20 +3,23 @@
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from weighin.checkpoint.checksum import pieces_of
 from weighin.errors import CheckpointError
 from weighin.models.tied import tied
 from weighin.stream import formats
-from weighin.stream.construct import without_weights
-from weighin.stream.model import Granularity, load_streaming
-from weighin.stream.slices import TensorPlan
+from weighin.stream.construct import WriteLog, without_weights
+from weighin.stream.model import Granularity, _Placer, load_streaming
+from weighin.stream.slices import Fill, TensorPlan
 from weighin.stream.write import write as write_checkpoint
 
 KWARGS = {"vocab_size": 128, "emb_dim": 32, "n_layers": 2, "n_heads": 2}
@@ -115,6 +118,32 @@ def test_memory_that_is_there_is_filled_where_it_is(tmp_path: Path) -> None:
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     assert_right(load_streaming(model, saved(tmp_path)))
     assert before == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def test_memory_on_another_device_is_allocated_after_that_of_the_tensor_before_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    path = tmp_path / "model.pt"
+    torch.save(model.state_dict(), path)
+    memory = []
+    for layer in model:
+        values = np.zeros((4, 4), dtype=np.float32)
+        layer.weight = nn.Parameter(torch.from_numpy(values))
+        memory.append(weakref.ref(values))
+    del values
+    placer = _Placer(model, WriteLog(), torch.device("cuda", 0), None)
+    empty, left = torch.empty, []
+
+    def allocate(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert device.type == "cuda"
+        left.append(sum(one() is not None for one in memory))
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    pairs = zip(formats.read(path), model.parameters(), strict=True)
+    placer.place([Fill(where, one.detach()) for where, one in pairs])
+    assert left == [3, 2, 1]
 
 
 def test_parameters_keep_requires_grad(tmp_path: Path) -> None:

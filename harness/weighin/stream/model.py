@@ -21,7 +21,7 @@ import re
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -419,10 +419,12 @@ class _Placer:
                 moved.append(Fill(where, tensor))
                 places.append((tensor.numel(), kind, where.offset if kind == where.dtype else 0))
         loads.clear()
+        flats: Iterable[torch.Tensor]
         if self._device.type == "cpu":
             flats = allocate_all(places)
-        else:
-            flats = [torch.empty(size, dtype=kind, device=self._device) for size, kind, _ in places]
+        else:  # each is allocated when the one before has replaced the former memory of its tensor
+            device = self._device
+            flats = (torch.empty(size, dtype=kind, device=device) for size, kind, _ in places)
         for (where, tensor), flat in zip(moved, flats, strict=True):
             tensor.data = flat.as_strided(tensor.shape, tensor.stride(), 0)
             fills.append(Fill(where, tensor.detach()))
