@@ -38,6 +38,7 @@ TYPED = {
         "https://hub/gpt2",
     ): "https://hub/gpt2 is an address, and weighin fetches nothing",
     ("inspect", "empty.pt"): "empty.pt: no tensors in it",
+    ("convert", "model.pt", f"{244 * 'a'}.safetensors"): "the target's name is too long",
     ("convert", "model.pt", "out.xyz"): "no format of checkpoints has the suffix .xyz",
 }
 

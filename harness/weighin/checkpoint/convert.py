@@ -140,6 +140,10 @@ class Conversion:
             raise ConfigError(
                 f"{self.target} is inside {self.source}", "name a target outside of the source"
             )
+        if len(os.fsencode(self.target.name)) > (most := os.pathconf(folder, "PC_NAME_MAX")):
+            raise ConfigError(
+                "the target's name is too long", f"give it a name of at most {most} bytes"
+            )
 
     def write(
         self, permit: Callable[[int], None] = lambda _: None, progress: Progress | None = None
