@@ -66,10 +66,10 @@ class Meter:
         self._done = self._total = 0
         self._reported_s = 0.0
 
-    def permit(self, needed_bytes: int) -> None:
+    def permit(self, needed_bytes: int, read_bytes: int = 0) -> None:
         folder, what, repair = self._space
         staging.check_space(Path(folder), what, needed_bytes, repair)
-        self._total = needed_bytes * self.rounds
+        self._total = needed_bytes * self.rounds + read_bytes
 
     def wrote(self, size: int) -> None:
         with self._lock:
@@ -77,7 +77,7 @@ class Meter:
             now = time.monotonic()
             if now - self._reported_s >= _PROGRESS_EVERY_S:
                 self._reported_s = now
-                self._parent.send("progress", share=min(self._done / self._total, 1.0))
+                self._parent.send("progress", share=min(self._done / max(self._total, 1), 1.0))
 
 
 if __name__ == "__main__":

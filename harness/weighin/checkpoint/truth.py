@@ -6,7 +6,6 @@ of a parameter; buffers keep the constructor's values. This module runs in a chi
 the buffers and a few pieces of 16 MiB, or for the whole model if it has non-persistent buffers.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,8 +56,9 @@ from weighin.stream.tensors import named_tensors, non_persistent_buffers
 from weighin.stream.write import run_parallel, write
 from weighin.text import one_line, plain
 
-Permit = Callable[[int], None]
-"""A function that is called with an upper bound of the bytes to write, before anything is written."""
+Permit = Callable[[int, int], None]
+"""A function that is called with an upper bound of the bytes to write, before anything is written, and
+with that of the bytes which are only read."""
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
@@ -165,13 +165,18 @@ class _Truth:
         write(fmt, target, plans(self.described), self._pieces, progress)
 
     def manifest(
-        self, source: str, folder: Path, keys: str = "", in_file: Sums | None = None
+        self,
+        source: str,
+        folder: Path,
+        keys: str = "",
+        in_file: Sums | None = None,
+        progress: Progress | None = None,
     ) -> Manifest:
         """Read the tensors that were not written, and write the manifest."""
         by_place: dict[object, list[str]] = {}
         for one in self.described.values():
             by_place.setdefault(one.place, []).append(one.name)
-        run_parallel(partial(self._read, names) for names in by_place.values())
+        run_parallel(partial(self._read, names, progress) for names in by_place.values())
         entries = []
         for one in self.described.values():
             first, sums = one.shared_with or one.name, self.sums[one.name]
@@ -192,11 +197,12 @@ class _Truth:
         numel = one.tensor.numel()
         return summing(name, self.values(one), numel, one.dtype, self.sums, is_kept=one.is_kept)
 
-    def _read(self, names: list[str]) -> None:
+    def _read(self, names: list[str], progress: Progress | None) -> None:
         """Read the values of tied tensors, unless they were read under one of their names."""
         known = next((name for name in names if name in self.sums), names[0])
-        if known not in self.sums:
-            deque(self._pieces(known), maxlen=0)
+        for piece in self._pieces(known) if known not in self.sums else ():
+            if progress is not None:
+                progress(piece.nbytes)
         for name in names:
             self.sums.setdefault(name, self.sums[known])
 
@@ -207,7 +213,7 @@ def make(
     seed: int,
     fmt: str,
     folder: Path,
-    permit: Permit = lambda _: None,
+    permit: Permit = lambda _to_write, _to_read: None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write a checkpoint and its ``manifest.json`` into ``folder``, which must be empty.
@@ -219,7 +225,7 @@ def make(
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     described = describe(spec)
     tensors = plans(described)
-    permit(sum(RECORD_BYTES + (0 if one.shared_with else one.nbytes) for one in tensors))
+    permit(sum(RECORD_BYTES + (0 if one.shared_with else one.nbytes) for one in tensors), 0)
 
     def values(one: Described) -> Iterator[torch.Tensor]:
         is_drawn = one.kind == "parameter"
@@ -238,7 +244,7 @@ def index(
     folder: Path,
     dtype: str = "float32",
     selection: Selection = WHOLE,
-    permit: Permit = lambda _: None,
+    permit: Permit = lambda _to_write, _to_read: None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
@@ -260,14 +266,17 @@ def index(
     refuse_codes(checkpoint, slices, [*described])
     places = {where.name: where for where in slices}
     _check_fits(checkpoint, spec.name, places, described)
-    permit(sum(RECORD_BYTES + one.nbytes for one in slices) if converts else 0)
+    if converts:
+        permit(sum(RECORD_BYTES + one.nbytes for one in slices), 0)
+    else:
+        permit(0, sum({one.place: one.nbytes for one in slices}.values()))
     for name, place in places.items():
         described[name] = replace(described[name], dtype=place.dtype, place=place.place)
     sums = _buffer_sums(spec, described)
     truth = _Truth(spec, described, lambda one: read_pieces(places[one.name]), sums)
     if converts:
         truth.write(folder, fmt, progress)
-    return truth.manifest(str(checkpoint), folder)
+    return truth.manifest(str(checkpoint), folder, progress=None if converts else progress)
 
 
 def _index_folder(
@@ -292,19 +301,21 @@ def _index_folder(
             f" {slices.format}, not from {fmt}",
             "leave --format out",
         )
-    permit(0 if in_place else sum(RECORD_BYTES + where.nbytes for where in slices))
     sums: Sums = {}
 
     def values(one: Described) -> Iterator[torch.Tensor]:
         return pieces_of(one.tensor)
 
     if not in_place:
+        permit(sum(RECORD_BYTES + where.nbytes for where in slices), 0)
         wide = torch.float32 if is_gguf else widest_dtype(slices)
         whole = _Truth(spec, _described(loaded(spec, checkpoint, wide)), values, sums)
         whole.write(folder, fmt, progress)
         del whole
     model = loaded(spec, checkpoint, getattr(torch, dtype))
     described = _described(model)
+    if in_place:
+        permit(0, sum(one.tensor.nbytes for one in described.values() if not one.shared_with))
     in_file: Sums = {}
     for name, one in described.items():
         kind, known = dtype_name(one.dtype), sums.pop(name, {})
@@ -317,7 +328,8 @@ def _index_folder(
             in_file[name] = {dtype_name(one.dtype): checksum_of(places[name], dtype=one.dtype)}
     note = f"quantised with {quantised.method}" if quantised else _other_keys(slices, described)
     truth = _Truth(spec, described, values, sums)
-    return truth.manifest(str(checkpoint), folder, "" if is_gguf else note, in_file)
+    shown = progress if in_place else None
+    return truth.manifest(str(checkpoint), folder, "" if is_gguf else note, in_file, shown)
 
 
 def loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
