@@ -5,6 +5,7 @@ from there to a checkpoint. Patterns are of a file's first bytes, or of a list o
 module also reads a file's first bytes, by which readers recognise their files, and the JSON of others.
 """
 
+import errno
 import json
 import re
 import time
@@ -422,7 +423,10 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
     try:
         text = read_bytes(path, MOST_JSON_BYTES)
     except OSError as error:
-        raise unreadable(path, error) from error
+        if error.errno != errno.EFBIG:
+            raise unreadable(path, error) from error
+        fault = f"the file's {path.stat().st_size:,} bytes are more than weighin reads"
+        raise CheckpointError(f"{path}: {fault}", repair) from None
     if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
         raise damaged(path, "too many values are nested in one another", repair)
     try:

@@ -62,4 +62,4 @@ def a_key_twice_in_the_data(given: Given) -> Said:
 @case(*JSON)
 def an_enormous_index(given: Given) -> Said:
     os.truncate(given.index, 2**40)  # a hole: nobody may read it
-    return given.index, "cannot be read: longer than 16 MiB"
+    return given.index, "the file's 1,099,511,627,776 bytes are more than weighin reads"
