@@ -22,6 +22,7 @@ from weighin import load_pretrained, load_streaming
 from weighin.checkpoint.truth import index
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, HarnessError
+from weighin.models import pretrained
 from weighin.models.pretrained import from_config, pretrained_class
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
@@ -179,6 +180,41 @@ def test_a_method_without_any_code_is_refused_only_if_from_pretrained_applies_it
         else:
             found, wanted = load_pretrained(tmp_path), type(model).from_pretrained(tmp_path)
             assert torch.equal(found.lm_head.weight, wanted.lm_head.weight)
+
+
+def test_weights_that_another_library_quantised_are_named_if_they_are_missing(
+    tmp_path: Path,
+) -> None:
+    model = plain_model("fp8")
+    model.save_pretrained(tmp_path)
+    state = model.state_dict()
+    state["model.layers.0.mlp.up_proj.bits"] = state.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "of-another-library", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / 'model.safetensors'}: quantised with of-another-library (4 bits), as config.json"
+        " says, which transformers does not have: it finds codes, and no weights\n"
+        "load the model with the library that quantised it"
+    )
+
+
+def test_a_load_that_fails_to_dequantise_says_what_the_model_is(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise ImportError("needs the package kernels")
+
+    folder = make("fp8")
+    monkeypatch.setattr(pretrained, "arguments_to_dequantise", fail)
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(folder)
+    assert "from_pretrained fails: ImportError: needs the package kernels" in caught.value.message
+    assert f"; the model is quantised with {LAYOUTS['fp8'].method}: " in caught.value.message
+    assert caught.value.repair == "install the packages that the library names"
 
 
 def test_the_configuration_of_the_text_model_is_read(make: Make, tmp_path: Path) -> None:

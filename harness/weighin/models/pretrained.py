@@ -167,7 +167,7 @@ def reference(
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint."""
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs.get("config"))
-    arguments = from_pretrained_arguments(checkpoint) | arguments_to_dequantise(checkpoint)
+    arguments = from_pretrained_arguments(checkpoint)
     called = f"{kind.__name__}.from_pretrained"
     if "gguf_file" in arguments:
         called += f"(FOLDER, gguf_file={checkpoint.name!r})"
@@ -177,6 +177,7 @@ def reference(
     )
     arguments |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     with says(f"{checkpoint}: {called}", repair):
+        arguments |= arguments_to_dequantise(checkpoint)
         model, info = kind.from_pretrained(**arguments, dtype=dtype, **options)
     if mismatched := sorted(str(name) for name, *_ in info["mismatched_keys"]):
         raise misfit(checkpoint, kind.__name__, {"of another shape": mismatched})

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from weighin.errors import CheckpointError, ConfigError, extra
+from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
 from weighin.models import pretrained
 from weighin.models.description import chosen_class, described_gguf
 from weighin.stream import foreign, formats, quantised, sentence_parts
@@ -168,8 +168,13 @@ def load_pretrained(
     return model
 
 
-def _loaded(kwargs: dict[str, Any], checkpoint: Path, load: Load, options: dict[str, Any]) -> Any:
-    """Return the model that transformers loads; raise CheckpointError if it has drawn weights at random."""
+def _loaded(
+    kwargs: dict[str, Any], checkpoint: Path, load: Load, options: dict[str, Any], method: str = ""
+) -> Any:
+    """Return the model that transformers loads; raise CheckpointError if it has drawn weights at random.
+
+    ``method`` is a quantisation that config.json names and transformers ignores, if there is one.
+    """
     try:
         with reading(load):
             model, missing = pretrained.reference(kwargs, checkpoint, **options)
@@ -181,7 +186,14 @@ def _loaded(kwargs: dict[str, Any], checkpoint: Path, load: Load, options: dict[
             break
         raise
     buffers = dict(model.named_buffers())
-    if drawn := [name for name in missing if name not in buffers]:
+    drawn = [name for name in missing if name not in buffers]
+    if drawn and method:
+        raise CheckpointError(
+            f"{checkpoint}: quantised with {method}, as config.json says, which transformers does not"
+            " have: it finds codes, and no weights",
+            "load the model with the library that quantised it",
+        )
+    if drawn:
         raise lacks(checkpoint, drawn, type(model).__name__)
     return model
 
@@ -203,7 +215,13 @@ def _of_transformers(
         raise codes.error(found.path)
     name, code = chosen_class(found)
     kwargs = {"architecture": name, "config": found.config, "code": code, ARGUMENT: adapter}
-    model = _loaded(kwargs, found.checkpoint, load, options)
+    try:
+        method = "" if codes else quantised.method_of(found.path, found.config)
+        model = _loaded(kwargs, found.checkpoint, load, options, method)
+    except HarnessError as error:
+        if codes:
+            error.message += f"; the model is {codes.summary}"
+        raise
     _check_codes(model, found.checkpoint, slices, load)
     return model
 

@@ -199,6 +199,11 @@ def dequantising(folder: Path) -> dict[str, Any]:
     return {**described, "dequantize": True} if is_read else {}
 
 
+def method_of(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return the method and variant that a folder names, for messages; empty if it names none."""
+    return _shown(_described(folder, config)[0])
+
+
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the description of the quantisation, and the key or file that has it: "quantization_config" only
     if from_pretrained reads it. Without a description, {} and "" or "no config.json".
