@@ -212,6 +212,10 @@ def chosen_class(folder: PretrainedFolder) -> tuple[str, dict[str, str] | None]:
         )
     if has_code:
         auto_class(config, wanted)  # raises the error, because the code is missing
+    if kind is None and not folder.architectures and not choice.model_class:
+        raise ConfigError(
+            f"{folder.path / CONFIG} names neither 'architectures' nor 'model_type'", _NAME_IT
+        )
     classes = list(dict.fromkeys(name for names in known.values() for name in names))
     raise ConfigError(
         f"transformers has no {one_line(wanted)} for the model type {one_line(str(kind))} in"
