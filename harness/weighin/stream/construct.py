@@ -147,12 +147,12 @@ class WriteLog(TorchDispatchMode):
         """Declare that ``tensor`` has the values of ``source``."""
         self._adopt(tensor)
         self._promised[storage_key(tensor)] = source
-        self._append_load(Fill(source, tensor.detach()))
+        self._append_fill(Fill(source, tensor.detach()))
 
     def load(self, copies: Sequence[Fill]) -> None:
         """Record the copies of ``load_state_dict`` to dense tensors; not inside ``recording``."""
         for source, tensor in copies:
-            self._append_load(Fill(source, tensor.detach()))
+            self._append_fill(Fill(source, tensor.detach()))
         torch.autograd.graph.increment_version(copy.out for copy in copies)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -165,11 +165,11 @@ class WriteLog(TorchDispatchMode):
     ) -> list[Fill]:
         """Execute the necessary writes, and return what the caller must fill, in any order.
 
-        A write is unnecessary if a later load replaces its whole storage, or if the values that it
+        A write is unnecessary if a later fill replaces its whole storage, or if the values that it
         produces are only in ``unwanted`` or freed tensors. An unwanted tensor that shares memory with
         a ``wanted`` tensor counts as wanted.
         """
-        loads: list[Fill] = []
+        fills: list[Fill] = []
         whole, filled = set[int](), dict[int, list[tuple[int, int]]]()
         ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
 
@@ -186,10 +186,10 @@ class WriteLog(TorchDispatchMode):
                 return use_count(write.target) > held_by_writes()[key] and key not in ignored
             start, end = extent(write.target)
             ranges = filled.setdefault(key, [])
-            # Of loads to the same bytes, the last one is executed last.
+            # Of fills of the same bytes, the last one is executed last.
             if any(first < end and start < last for first, last in ranges):
                 return True
-            loads.append(write.call)
+            fills.append(write.call)
             ranges.append((start, end))
             if len(ranges) == 1 and is_whole_storage(write.target):
                 whole.add(key)
@@ -199,7 +199,7 @@ class WriteLog(TorchDispatchMode):
         self._writes.clear()
         self._pending.clear()
         self._promised.clear()
-        return loads[::-1]
+        return fills[::-1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Defer or execute an operation, also of C++ code."""
@@ -221,8 +221,8 @@ class WriteLog(TorchDispatchMode):
             position, name = kind.written
             target = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(target, torch.Tensor) and torch._debug_has_internal_overlap(target) != 1:
-                if func is _COPY and (load := self._as_load(target, args[1])):
-                    self._append_load(load)
+                if func is _COPY and (fill := self._as_fill(target, args[1])):
+                    self._append_fill(fill)
                     return target
                 if self.owns(target) and all(
                     _is_plain(one) and (one is target or _fits(one, target)) for one in tensors
@@ -344,8 +344,8 @@ class WriteLog(TorchDispatchMode):
         self._writes.append(write)
         self._pending.update(write.touched)
 
-    def _append_load(self, load: Fill) -> None:
-        self._append(_Write(load.out, (load.out,), load))
+    def _append_fill(self, fill: Fill) -> None:
+        self._append(_Write(fill.out, (fill.out,), fill))
 
     def _record(
         self,
@@ -367,7 +367,7 @@ class WriteLog(TorchDispatchMode):
                 write.rng_state = self._rng_state = state
         self._append(write)
 
-    def _as_load(self, target: torch.Tensor, source: torch.Tensor) -> Fill | None:
+    def _as_fill(self, target: torch.Tensor, source: torch.Tensor) -> Fill | None:
         """Return what a copy from a promised tensor, or from a view of it, fills; None for other copies."""
         key = storage_key(source)
         if (

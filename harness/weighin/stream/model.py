@@ -63,7 +63,7 @@ _LOADING: Final = {
     name: getattr(nn.Module, name)
     for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 }
-_PARTS: Final[dict[str, Callable[[str], str]]] = {
+_UNITS: Final[dict[str, Callable[[str], str]]] = {
     "all": lambda _: "",
     "module": lambda name: name.rpartition(".")[0],
     "tensor": lambda name: name,
@@ -149,7 +149,7 @@ def load_streaming(
                 undone.enter_context(real_memory(model, dtypes))
             values = _extra_values(model, slices, selection)
         _record(model, slices, values, log, path)
-        loads = log.finish()
+        fills = log.finish()
         if was_meta and (
             left := [name for name, one in named_tensors(model).items() if one.is_meta]
         ):
@@ -157,11 +157,11 @@ def load_streaming(
                 f"{path}: has no values for {first_names(left)}, which the model has on the meta device",
                 "pass load_streaming the function that builds the model, not a model on the meta device",
             )
-        loads.sort(key=lambda load: load.where.read_order)
-        part_of = _PARTS[granularity]
-        parts = itertools.groupby(loads, lambda load: part_of(load.where.name))
-        batches = [list(members) for _, members in parts]
-        del loads
+        fills.sort(key=lambda fill: fill.where.read_order)
+        unit_of = _UNITS[granularity]
+        units = itertools.groupby(fills, lambda fill: unit_of(fill.where.name))
+        batches = [list(members) for _, members in units]
+        del fills
         placer, disk = _Placer(model, log, device, dtype), Disk(threads)
         while batches:
             fills = placer.place(batches.pop(0))

@@ -157,18 +157,15 @@ def _explicit(path: Path) -> Path | None:
     if name is None:
         return None
     place = Path(name if isinstance(name, str) else "")
-    what = f"are missing: {short(name)}"
-    if (
-        "\0" in place.name
-        or ".." in place.parts
-        or place.is_absolute()
-        or not place.name.endswith((".safetensors", ".safetensors.index.json"))
-    ):
+    is_inside = not (place.is_absolute() or ".." in place.parts or "\0" in place.name)
+    if not is_inside or not place.name.endswith((".safetensors", ".safetensors.index.json")):
         what = f"are {short(name)}: neither a safetensors file nor an index in this folder"
     elif (path / place).is_file():
         return path / place
     elif broken := foreign.broken_link(path / place):
         raise broken
+    else:
+        what = f"are missing: {short(name)}"
     raise CheckpointError(
         f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names {what}; from_pretrained fails, too",
         f"correct '{_EXPLICIT}', or remove the key, so that model.safetensors is read",

@@ -159,15 +159,20 @@ def of_folder(folder: Path, config: Mapping[str, Any], slices: Sequence[Slice]) 
         obstacle = f"{_KEY} in {CONFIG} has no quant_method"
     elif method not in _METHODS:
         obstacle = "transformers has no such method"
+    repair = ""
+    if obstacle:
+        obstacle += ": from_pretrained takes the codes for weights, or fails"
+        repair = (
+            f"give a folder whose {CONFIG} has the {_KEY} that the quantising library wrote, if"
+            " transformers has the method; or load the model with that library"
+        )
     stored = {(one.file, one.offset, one.shape): one.nbytes for one in slices}
     return Quantised(
         method=_shown(described) or next(iter(codes.values()))[0],
         weights=len(codes),
         stored_bytes=sum(stored.values()),
-        obstacle=obstacle and f"{obstacle}: from_pretrained takes the codes for weights, or fails",
-        repair=obstacle
-        and f"give a folder whose {CONFIG} has the {_KEY} that the quantising library wrote, if"
-        " transformers has the method; or load the model with that library",
+        obstacle=obstacle,
+        repair=repair,
         dequantises=_is_dequantised(described) and not obstacle,
     )
 

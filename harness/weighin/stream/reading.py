@@ -39,9 +39,8 @@ _FREED_BYTES: Final = 1024**2
 _USUAL_BYTES: Final = 32 * 1024**2
 
 _here = local()  # .load: the Load that runs in this thread
-_lock: Final = (
-    RLock()
-)  # for one load at a time: from_pretrained itself replaces functions meanwhile
+# For one load at a time, because from_pretrained itself replaces functions meanwhile.
+_lock: Final = RLock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
