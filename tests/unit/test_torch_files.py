@@ -140,6 +140,17 @@ def test_one_list_is_not_copied_by_every_call_that_names_it(tmp_path: Path) -> N
     assert (len(first), others) == (300, [{}, {}])
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [b"}X\1\0\0\0aK\1s", b"X\1\0\0\0aK\1\x86\x85", b"ccollections\nOrderedDict\n)R"],
+    ids=["a dict", "a tuple", "an OrderedDict"],
+)
+def test_items_of_an_ordered_dict_do_not_vanish(tmp_path: Path, argument: bytes) -> None:
+    data = pickled(b"ccollections\nOrderedDict\n", argument, b"\x85RX\1\0\0\0bK\2s")
+    with pytest.raises(CheckpointError, match="OrderedDict has other arguments than "):
+        pickles.load(tmp_path / "x", io.BytesIO(data))
+
+
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 def test_deep_and_wide_values_do_not_matter(tmp_path: Path, kind: type[dict[str, object]]) -> None:
     value = kind(a=[1, 2.5, None, True, ("x", b"y")], b={1: {2: {3: []}}})

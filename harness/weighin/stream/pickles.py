@@ -371,13 +371,16 @@ def _called(function: Any, arguments: Any) -> Any:
         raise Malformed(what) from error
 
 
-def _ordered(pairs: Any = (), *_: Any) -> Dict:
+def _ordered(*arguments: Any) -> Dict:
     """Return the record of an OrderedDict, whose items Python 2 put into a list, or of a defaultdict."""
     mapping = Dict()
-    if isinstance(pairs, list):
-        for key, value in pairs:
-            mapping[key] = value
-        pairs.clear()  # a crafted pickle may give one list to many calls
+    for pairs in arguments:
+        if isinstance(pairs, list):
+            for key, value in pairs:
+                mapping[key] = value
+            pairs.clear()  # a crafted pickle may give one list to many calls
+        elif not isinstance(pairs, Named | Opaque):  # those make the items of a defaultdict
+            raise TypeError
     return mapping
 
 
