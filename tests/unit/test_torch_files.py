@@ -119,6 +119,35 @@ def test_a_crafted_pickle_is_named(tmp_path: Path, data: bytes, message: str) ->
     assert caught.value.message.endswith(f": {message}")
 
 
+FLOATS = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\2NtQ"
+PLACE = b"K\0K\2\x85K\1\x85"  # the offset, shape and stride
+HOOKS = b"ccollections\nOrderedDict\n)RK\1K\2s"
+INT32 = b"ctorch\nint32\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "dtype"),
+    [
+        (b"tensor_v2", b"\x89" + HOOKS, "float32"),
+        (b"tensor_v2", INT32 + HOOKS, "float32"),
+        (b"tensor_v3", b"\x89" + HOOKS + INT32, "int32"),
+        (b"tensor_v3", INT32 + HOOKS + INT32 + b"}", "int32"),
+    ],
+)
+def test_only_the_place_of_an_argument_says_what_it_is(
+    tmp_path: Path, function: bytes, more: bytes, dtype: str
+) -> None:
+    call = b"ctorch._utils\n_rebuild_" + function + b"\n(" + FLOATS + PLACE + more + b"tR"
+    found = pickles.load(tmp_path / "x", io.BytesIO(pickled(call))).value
+    assert (found.dtype_name, found.shape) == (dtype, (2,))
+
+
+def test_the_dtype_of_a_tensor_must_be_one(tmp_path: Path) -> None:
+    call = b"ctorch._utils\n_rebuild_tensor_v3\n(" + FLOATS + PLACE + b"\x89}NtR"
+    with pytest.raises(CheckpointError, match="the dtype of a tensor is a NoneType"):
+        pickles.load(tmp_path / "x", io.BytesIO(pickled(call)))
+
+
 def test_a_pickle_that_grows_without_end_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -389,24 +389,42 @@ def _typed(inner: Any, kind: Any, arguments: Any, _state: Any) -> Any:
         return Opaque(_TYPED, [arguments])
     if kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         return Opaque(kind.name, [arguments], is_tensor=True)
-    is_tensor = inner.name.startswith(
-        _REBUILD
-    )  # and not another call of this function, without end
-    return _called(inner, arguments) if is_tensor else Opaque(inner.name, [arguments])
+    if inner.name.startswith(_REBUILD):  # and not another call of this function, without end
+        return _called(inner, arguments)
+    return Opaque(inner.name, [arguments])
 
 
-def _tensor(source: Any, offset: Any, shape: Any, stride: Any, *more: Any) -> Any:
-    """Return the record of a tensor. Among ``more`` may be its dtype and metadata, such as {"conj": True}."""
+def _quantised(source: Any, *_: Any) -> Opaque:
     if not isinstance(source, Storage):
         raise Malformed("a tensor is created from something that is not a storage")
-    dtype, kind = source.dtype, ""
-    for one in more:
-        if isinstance(one, Named):
-            kind, dtype = one.name, one.name.removeprefix("torch.")
-        elif isinstance(one, dict) and (len(one) > _MOST_ARGUMENTS or any(one.values())):
-            return Opaque("conjugated or negated values", [source], is_tensor=True)
+    return Opaque(f"torch.{source.dtype}", [source], is_tensor=True)
+
+
+def _tensor_v3(
+    source: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
+    metadata: Any = None,
+) -> Any:  # fmt: skip
+    if not isinstance(dtype, Named):
+        raise Malformed(f"the dtype of a tensor is a {type_name(dtype)}")
+    return _tensor(source, offset, shape, stride, grad, hooks, metadata, dtype=dtype.name)
+
+
+def _tensor(
+    source: Any, offset: Any, shape: Any, stride: Any, _grad: Any = None, _hooks: Any = None,
+    metadata: Any = None, *, dtype: str = "",
+) -> Any:  # fmt: skip
+    """Return the record of a tensor. ``metadata`` are such as {"conj": True}; an empty ``dtype`` means
+    that of the storage.
+    """
+    if not isinstance(source, Storage):
+        raise Malformed("a tensor is created from something that is not a storage")
+    are_usual = isinstance(metadata, dict) and len(metadata) <= _MOST_ARGUMENTS
+    if metadata and not (are_usual and not any(metadata.values())):
+        return Opaque("conjugated or negated values", [source], is_tensor=True)
+    kind = dtype or f"torch.{source.dtype}"
+    dtype = kind.removeprefix("torch.")
     if dtype not in ITEM_BYTES:
-        return Opaque(kind or f"torch.{dtype}", [source], is_tensor=True)
+        return Opaque(kind, [source], is_tensor=True)
     # A list would be copied for each tensor that a crafted pickle makes of it.
     are_tuples = isinstance(shape, tuple) and isinstance(stride, tuple)
     if not (are_tuples and is_sizes(shape) and is_sizes(stride) and is_sizes((offset,))) or (
@@ -428,8 +446,8 @@ def _tensor(source: Any, offset: Any, shape: Any, stride: Any, *more: Any) -> An
 _MAKES: Final[dict[str, Any]] = {
     f"{_REBUILD}tensor": _tensor,
     f"{_REBUILD}tensor_v2": _tensor,
-    f"{_REBUILD}tensor_v3": _tensor,
-    f"{_REBUILD}qtensor": _tensor,
+    f"{_REBUILD}tensor_v3": _tensor_v3,
+    f"{_REBUILD}qtensor": _quantised,
     f"{_REBUILD}parameter": lambda tensor, *_: tensor,
     f"{_REBUILD}parameter_with_state": lambda tensor, *_: tensor,
     _TYPED: _typed,
