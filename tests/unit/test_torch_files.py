@@ -161,6 +161,21 @@ def test_a_pickle_that_grows_without_end_is_given_up(
         pickles.load(tmp_path / "x", io.BytesIO(pickled(b"]r" + struct.pack("<I", 2**31))))
 
 
+def test_of_the_bytes_after_a_pickle_few_are_read(tmp_path: Path) -> None:
+    class File(io.BytesIO):
+        count = 0
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(size)
+            self.count += len(data)
+            return data
+
+    file = File(pickle.dumps(bytes(100_000), protocol=2) + bytes(2**22))
+    assert len(pickles.load(tmp_path / "x", file).value.contents[0][0]) == 100_000
+    assert file.count == 2**17
+    assert file.tell() < 2**17
+
+
 def test_one_list_is_not_copied_by_every_call_that_names_it(tmp_path: Path) -> None:
     pairs = b"".join(b"M" + struct.pack("<H", number) + b"N\x86" for number in range(300))
     ordered = b"ccollections\nOrderedDict\nq\1"

@@ -330,14 +330,15 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
 
 
 def _next(path: Path, file: BinaryIO) -> tuple[bytes, int]:
-    start = file.tell()
-    for size in (_USUAL_BYTES, MOST_BYTES):
-        file.seek(start)
-        data = file.read(size)
+    """Return the harmless form of the next pickle, and the pickle's length; read at most twice as much."""
+    data = b""
+    while len(data) < MOST_BYTES:
+        more = file.read(min(max(len(data), _USUAL_BYTES), MOST_BYTES - len(data)))
+        data += more
         try:
             return _rewritten(path, data)
         except IndexError:
-            if len(data) < size:
+            if not more:
                 raise EOFError from None
     raise _too_large(path, f"longer than {MOST_BYTES:,} bytes")
 
