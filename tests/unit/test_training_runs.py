@@ -182,6 +182,18 @@ def test_a_missing_weight_of_a_universal_checkpoint_is_named(tmp_path: Path, mod
     assert "no file has the values of 'cube'\ncopy the whole folder again" in refusal(step)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_weight_that_only_the_shapes_name_is_missing(
+    tmp_path: Path, model: Model, stage: int
+) -> None:
+    step = write_universal(tmp_path / "run", model, stage, 1)
+    shutil.rmtree(step / "zero" / "cube")
+    file = step / (f"zero_pp_rank_0_{FIRST}" if stage == 3 else FIRST)
+    states = torch.load(file, weights_only=False)
+    torch.save(states | {"module": None}, file)
+    assert "no file has the values of 'cube'\ncopy the whole folder again" in refusal(step)
+
+
 def test_a_flat_weight_without_a_shape_is_refused(tmp_path: Path, model: Model) -> None:
     step = write_universal(tmp_path / "run", model, 3, 2)
     for file in step.glob("*_model_states.pt"):

@@ -106,6 +106,12 @@ def _read_universal(path: Path) -> Checkpoint:
     weights = {file.parent.name: file for file in sorted(path.glob("zero/*/fp32.pt"))}
     states = [_ModelStates(path / name) for name in _matching(path, _FIRST_MODEL)]
     shapes = {name: of for one in states for each in one.groups or () for name, of in each.items()}
+    if (
+        states
+    ):  # a weight that has no values here must be in the module: ``checkpoint`` takes it there
+        module = {one.name for one in states[0].module}
+        if absent := [name for name in shapes if name not in weights and name not in module]:
+            raise _without_values(path, absent[0])
     stored: dict[str, Slice] = {}
     for name in dict.fromkeys([*(name for name in shapes if name in weights), *weights]):
         pickled = open_file(weights[name])
@@ -189,11 +195,7 @@ class _ModelStates:
             if own and (name in self._buffers or (not where and fallback and own.nbytes)):
                 where = own
             if not where:
-                raise CheckpointError(
-                    f"{self.file.parent}: no file has the values of {shown(name)}",
-                    f"{_COPY}; if the optimizer does not train this weight, save the whole model from"
-                    " the training code: engine.save_16bit_model(FOLDER)",
-                )
+                raise _without_values(self.file.parent, name)
             found.append(replace(where, name=name))
         return found
 
@@ -304,6 +306,14 @@ def _missing(folder: Path, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
         f"{folder}: files of some ranks are missing: {few(names)}",
         "copy them here: each machine of a training may have kept the files of its own ranks",
+    )
+
+
+def _without_values(folder: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: no file has the values of {shown(name)}",
+        f"{_COPY}; if the optimizer does not train this weight, save the whole model from"
+        " the training code: engine.save_16bit_model(FOLDER)",
     )
 
 
