@@ -152,6 +152,14 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, model: Model, harm: str, s
     assert words in refusal(step)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_of_different_stages_are_refused(tmp_path: Path, model: Model, stage: int) -> None:
+    step = write_zero(tmp_path / "run", model, stage, 2)
+    other = write_zero(tmp_path / "other", model, 5 - stage, 2)
+    shutil.copy(other / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", step)
+    assert "the ranks saved with different stages or groups of ZeRO" in refusal(step)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_partitions_of_another_model_are_refused(tmp_path: Path, model: Model, stage: int) -> None:
     step = write_zero(tmp_path / "run", model, stage, 2)

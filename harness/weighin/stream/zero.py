@@ -223,6 +223,9 @@ class _Share:
 
 def _trained(states: _ModelStates, shares: Sequence[_Share]) -> dict[str, Slice]:
     first, groups = shares[0], states.groups or []
+    if len({(one.is_stage_3, len(one.flats)) for one in shares}) != 1:
+        what = "the ranks saved with different stages or groups of ZeRO"
+        raise _refused(states.file.parent, what)
     rows = [one.flats for one in shares]
     if first.is_stage_3:  # each rank has a part of every parameter
         every = {name: shape for group in groups for name, shape in group.items()}
