@@ -88,6 +88,15 @@ def test_model_states_of_other_ranks_are_not_needed_without_frozen_weights(
     check(tensors(step), model.truth)
 
 
+@pytest.mark.parametrize(("stage", "name"), [(1, FIRST), (3, f"zero_pp_rank_0_{FIRST}")])
+def test_the_missing_model_states_are_named(
+    tmp_path: Path, model: Model, stage: int, name: str
+) -> None:
+    step = write_zero(tmp_path / "run", model, stage, 2)
+    (step / name).unlink()
+    assert f"files of some ranks are missing: {name}\n" in refusal(step)
+
+
 def copy_optimizer(step: Path, name: str) -> None:
     shutil.copy(step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", step / name)
 

@@ -84,7 +84,8 @@ def _read_step(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path}: the {what}: {name}", repair.format(path))
     models, optimizers = _by_rank(path, _MODEL), _by_rank(path, _OPTIMIZER)
     if 0 not in models:
-        raise _missing(path, ["mp_rank_00_model_states.pt of rank 0"])
+        some = models[min(models)].name if models else "mp_rank_00_model_states.pt"
+        raise _missing(path, [_of_rank(some, 0)])
     states, stored = _ModelStates(models[0]), dict[str, Slice]()
     if states.groups is not None:
         if not optimizers:
@@ -289,14 +290,18 @@ def _check_complete(files: Mapping[int, Path], ranks: int) -> None:
     if not is_sizes((ranks,)):
         raise _refused(some, "the number of ranks is impossible")
     if absent := [rank for rank in range(min(ranks, 1000 + len(files))) if rank not in files]:
-        names = [re.sub(_RANK, rf"\g<of>{rank}_", some.name) for rank in absent]
-        raise _missing(some.parent, names)
+        raise _missing(some.parent, [_of_rank(some.name, rank) for rank in absent])
     if max(files) >= ranks:
         raise CheckpointError(
             f"{some.parent}: {some.name} was written by {ranks} ranks, so the file"
             f" {files[max(files)].name} comes from another run",
             "find out which files the last run wrote, and remove the files of the other run",
         )
+
+
+def _of_rank(name: str, rank: int) -> str:
+    """Return the name of another rank's file."""
+    return re.sub(_RANK, rf"\g<of>{rank}_", name)
 
 
 def _matching(path: Path, pattern: str) -> dict[str, re.Match[str]]:
