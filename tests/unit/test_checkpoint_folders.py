@@ -247,6 +247,15 @@ def test_a_key_belongs_to_its_first_numbered_module_or_its_first_word(
     assert module_of(key) == module
 
 
+@pytest.mark.parametrize("tensors", ["abc", ["abc"], [[1, 2, 3]], [["a", "a.pt"]], None])
+def test_the_tensors_of_an_index_are_an_object(tmp_path: Path, tensors: object) -> None:
+    index = {"format": "per_param", "version": 1, "tensors": tensors, "shared": {}}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    torch.save(torch.ones(2), tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="must name each tensor exactly once"):
+        formats.read(tmp_path)
+
+
 def test_each_file_of_a_module_is_a_state_dict_and_the_order_is_kept(tmp_path: Path) -> None:
     folder = made("per_module", tmp_path / "m")
     assert [one.name for one in formats.read(folder)] == [*STATE, "head"]

@@ -237,7 +237,7 @@ def _read_keys(folder: Path, fmt: str) -> Checkpoint:
     try:
         homes: dict[str, object] = {}
         if fmt == "per_param":
-            homes |= index["tensors"]
+            homes.update(index["tensors"].items())
         for name, keys in index.get("files", {}).items():
             for key in keys:
                 if key in homes:
