@@ -141,6 +141,13 @@ def test_a_path_in_the_metadata_that_takes_for_ever_to_print_is_not_printed(ours
     assert len(formats.read(ours)) == 5
 
 
+@pytest.mark.parametrize("chunks", [5, True, None])
+def test_chunks_that_are_no_list_are_refused(ours: Path, chunks: object) -> None:
+    change(ours, lambda metadata: vars(metadata.state_dict_metadata["b"]).update(chunks=chunks))
+    with pytest.raises(CheckpointError, match="the parts of 'b' leave a gap"):
+        formats.read(ours)
+
+
 GRID = torch.arange(70.0).reshape(10, 7)
 TILES = {  # where each block begins: rows halved, and the lower half cut in two
     "b": ((0, 0), GRID[:5]),

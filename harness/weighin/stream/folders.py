@@ -376,7 +376,8 @@ def _dcp_tensor(
     named = None
     if isinstance(properties, Opaque) and isinstance(properties.contents[-1], tuple):
         named = next(iter(properties.contents[-1]), None)
-    blocks = [(one.get("offsets"), one.get("sizes")) for one in map(_fields, chunks or ())]
+    chunks = chunks if isinstance(chunks, list) else []
+    blocks = [(one.get("offsets"), one.get("sizes")) for one in map(_fields, chunks)]
     are_sizes = all(map(is_sizes, chain([shape], *blocks)))
     if not are_sizes or not isinstance(named, Named) or getattr(tensor, "kind", "") != _TENSOR:
         raise damaged(path, f"{shown(key)} is not described as a tensor", _DCP_AGAIN)
