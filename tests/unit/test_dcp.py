@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -22,6 +23,7 @@ from weighin.checkpoint.checksum import pieces_of
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.stream import formats
+from weighin.stream.pretrained_library import Selection
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write
 
@@ -146,6 +148,22 @@ def test_chunks_that_are_no_list_are_refused(ours: Path, chunks: object) -> None
     change(ours, lambda metadata: vars(metadata.state_dict_metadata["b"]).update(chunks=chunks))
     with pytest.raises(CheckpointError, match="the parts of 'b' leave a gap"):
         formats.read(ours)
+
+
+def test_the_advice_names_the_index_in_a_list(ours: Path) -> None:
+    def harm(metadata: Metadata) -> None:
+        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        tensors["models.1.w"] = tensors.pop("b")
+        (index,) = [one for one in places if one.fqn == "b"]
+        places[MetadataIndex("models.1.w", index.offset, index.index)] = places.pop(index)
+        tensors["step"] = BytesStorageMetadata()
+        metadata.planner_data = {"models.1.w": ("models", 1, "w")}
+
+    change(ours, harm)
+    with pytest.raises(CheckpointError) as caught:
+        formats.read(ours)
+    assert caught.value.repair.startswith("select the weights: --key models.1 (280 B); ")
+    assert [one.name for one in formats.read(ours, Selection("models.1"))] == ["w"]
 
 
 GRID = torch.arange(70.0).reshape(10, 7)

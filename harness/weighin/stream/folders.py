@@ -331,10 +331,11 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
             values[name] = Opaque("pickled object")
             continue
         found.append(_dcp_tensor(path, name, tensor, places.get(name, []), archives))
-        keys = paths.get(name) if isinstance(paths, dict) else None
-        if isinstance(keys, tuple) and 1 < len(keys) <= _DEEPEST:
-            # Printing another value may take for ever.
-            inside = ".".join(one if isinstance(one, str) else "*" for one in keys[:-1])
+        keys: Any = paths.get(name) if isinstance(paths, dict) else None
+        # A part is the key in a dict or the index in a list; to print another value may take for ever.
+        is_path = isinstance(keys, tuple) and all(isinstance(one, str | int) for one in keys)
+        if is_path and 1 < len(keys) <= _DEEPEST:
+            inside = ".".join(one if isinstance(one, str) else shown(one) for one in keys[:-1])
             if "optim" not in inside.lower():
                 sizes[inside] = sizes.get(inside, 0) + found[-1].nbytes
     if values and not key and (way := with_key(sizes)):
