@@ -8,6 +8,7 @@ import shlex
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.stream import formats
+from weighin.units import MIB
 
 STATE = {"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.ones(3)}
 
@@ -162,6 +164,17 @@ def test_a_zip_archive_is_named_by_its_records(
     error = refusal(tmp_path / "model.pt")
     assert error.message.startswith(f"{tmp_path / 'model.pt'}: {words}")
     assert error.repair
+
+
+def test_folders_of_long_names_in_a_zip_archive_take_little(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as file:
+        for number in range(10):
+            file.writestr(f"{number}{'x' * 60_000}/", b"")
+    tracemalloc.start()
+    assert refusal(tmp_path / "model.pt").message == f"{tmp_path / 'model.pt'}: a zip archive"
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 10 * MIB
 
 
 def test_an_encrypted_record_is_named(tmp_path: Path) -> None:

@@ -130,7 +130,6 @@ _TABLE: Final = (
      "a msgpack file, as flax writes them", _INTO_TORCH),
     ("records", r"^[^/\n]*/(?:constants|bytecode)\.pkl$", "a TorchScript program, not only weights",
      _TRUSTED + _saving("torch.jit.load(p, 'cpu').state_dict()")),
-    ("records", r"^[^/\n]*/data\.pkl$", "", ""),
     ("records", r"^(?:[^/\n]*/)?(?:models/model\.json|serialized_exported_program\.json)$",
      "an exported program (torch.export), not only weights",
      _TRUSTED + _saving("dict(torch.export.load(p).state_dict)")),
@@ -143,8 +142,6 @@ _TABLE: Final = (
     ("records", r"^[^/\n]*/\.data/serialization_id$",
      "a file of torch.save without data.pkl, as when torch.save is interrupted", "save it again"),
     ("records", r"^model\.weights\.h5$", "a Keras model", _INTO_TORCH),
-    ("records", r"^.*[^/\n]$", "a zip archive of other files: {found}", _UNPACK + "unzip {file}"),
-    ("records", r"", "a zip archive", _UNPACK + "unzip {file}"),
     ("folder", r"\A\Z", "an empty folder", "give a checkpoint file, or the folder of a model"),
     ("folder", rf"\A(?![\s\S]*^(?:config\.json|{re.escape(pipeline.INDEX)})$)(?=[\s\S]*^modules\.json$)"
      r"[\s\S]*?^(.+\.(?:safetensors|bin))$", "a sentence-transformers folder without a transformer",
@@ -331,16 +328,23 @@ def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
             "found": one_line(few([one[0] for one in found])),
             "lacks": "no index" if "config.json" in text.split("\n") else "no config.json and no index",
         }  # fmt: skip
-        if not what:
-            return None
         message, advice = (one.format(*found[0].groups(), **words) for one in (what, repair))
         return CheckpointError(f"{path}: {message}", advice)
     return None
 
 
 def other_zip(path: Path, names: Sequence[str]) -> CheckpointError | None:
-    """Return the error for a zip archive that ``torch.save`` did not write, by its records' names."""
-    return _recognised("records", "\n".join(names), path)
+    """Return the error for a zip archive with records of these names; None if ``torch.save`` may have
+    written it. A TorchScript program has a data.pkl, too.
+    """
+    inner = {name.partition("/")[2] for name in names}
+    if "data.pkl" in inner and not inner & {"constants.pkl", "bytecode.pkl"}:
+        return None
+    if found := _recognised("records", "\n".join(names), path):
+        return found
+    files = [name for name in names if not name.endswith("/")]
+    content = f" of other files: {one_line(few(files))}" if files else ""
+    return CheckpointError(f"{path}: a zip archive{content}", f"{_UNPACK}unzip {quote(str(path))}")
 
 
 # Errors for one fault each
