@@ -116,6 +116,11 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
             "copy the whole folder",
         ),
         (
+            {"modules.json": "[]", "model_index.json": "{}"},
+            "a diffusers pipeline without weights",
+            "give the folder that has the weights, too",
+        ),
+        (
             {"plan.json": "{}", "results.jsonl": ""},
             "the folder of a run of weighin, not a model",
             "show its results: weighin report F",

@@ -143,11 +143,6 @@ _TABLE: Final = (
      "a file of torch.save without data.pkl, as when torch.save is interrupted", "save it again"),
     ("records", r"^model\.weights\.h5$", "a Keras model", _INTO_TORCH),
     ("folder", r"\A\Z", "an empty folder", "give a checkpoint file, or the folder of a model"),
-    ("folder", rf"\A(?![\s\S]*^(?:config\.json|{re.escape(pipeline.INDEX)})$)(?=[\s\S]*^modules\.json$)"
-     r"[\s\S]*?^(.+\.(?:safetensors|bin))$", "a sentence-transformers folder without a transformer",
-     "give the file: {path}/{0}"),
-    ("folder", r"\A(?![\s\S]*^config\.json$)[\s\S]*^modules\.json$",
-     "a sentence-transformers folder without weights", "copy the whole folder"),
     ("folder", r"^mp_rank_\d+(?:_\d+){,2}$",
      "a step of Megatron-LM, whose ranks hold parts of the model: {found}",
      "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py --model-type GPT --loader"
@@ -470,6 +465,7 @@ def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointErro
 def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each kind)
     """Return the error for a folder that is no checkpoint: what it is, and the path to give instead."""
     names = sorted(entry.name for entry in folder.iterdir())
+    weights = [name for name in names if name.endswith(WEIGHTS)]
     for name in names:
         is_read = name == "config.json" or name.endswith((*WEIGHTS, ".index.json"))
         if is_read and (broken := broken_link(folder / name)):
@@ -479,7 +475,6 @@ def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each ki
     if ADAPTER in names:
         base = object_in(folder / ADAPTER, MIB).get("base_model_name_or_path")
         named = one_line(str(base), 100) if base else "a model that it does not name"
-        weights = [name for name in names if name.endswith(WEIGHTS)]
         alone = f"; for the adapter alone: {folder / weights[0]}" if weights else ""
         return CheckpointError(
             f"{folder}: an adapter of {named}, not a whole model",
@@ -494,6 +489,12 @@ def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each ki
             what = f"its weights are in a step of a training run: {inner.name}"
             repair = f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}"
         return CheckpointError(f"{folder}: {what}", repair)
+    if "modules.json" in names and not {"config.json", pipeline.INDEX} & {*names}:
+        what = "a sentence-transformers folder without"
+        if weights:
+            repair = f"give the file: {folder / weights[0]}"
+            return CheckpointError(f"{folder}: {what} a transformer", repair)
+        return CheckpointError(f"{folder}: {what} weights", "copy the whole folder")
     if found := _recognised("folder", "\n".join(names), folder):
         return found
     if models := models_below(folder):
