@@ -191,7 +191,7 @@ class _Tables:
         metadata: dict[str, Any] = {}
         for _ in range(metadata_count):
             key = self._text()
-            metadata[key] = self._value(self._number("<I"))
+            metadata[key] = self._value(self._number("<I"), is_shape=key.startswith(_COMFY))
         entries = []
         for _ in range(tensors):
             name = self._text()
@@ -226,8 +226,8 @@ class _Tables:
         place = name, own, row_major(own), dtype, self._file, offset, offset, length
         return Slice(*place, encoding="" if encoding in _DTYPES else encoding)
 
-    def _value(self, kind: int, depth: int = 1) -> Any:
-        """Return a number, a text or some numbers; skip another array or a long text, return None."""
+    def _value(self, kind: int, depth: int = 1, *, is_shape: bool = False) -> Any:
+        """Return a number, a text or a shape; skip another array or a long text, return None."""
         if form := _SCALARS.get(kind):
             return self._number(form)
         if kind == _STRING:
@@ -237,7 +237,7 @@ class _Tables:
         kind = self._number("<I")
         if form := _SCALARS.get(kind):
             count = self._number("<Q")
-            if count <= MOST_DIMENSIONS:
+            if is_shape and count <= MOST_DIMENSIONS:
                 return tuple(self._number(form) for _ in range(count))
             return self._skip(count * struct.calcsize(form))
         # An array within an array takes the time of ten texts.
