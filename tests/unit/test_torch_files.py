@@ -204,6 +204,17 @@ def test_deep_and_wide_values_do_not_matter(tmp_path: Path, kind: type[dict[str,
     assert found["b"] == {1: {2: {3: []}}}
 
 
+@pytest.mark.parametrize("keys", [[], ["0", "0"], ["0", "1"], ["1"]])
+def test_a_list_of_other_storages_is_refused(tmp_path: Path, keys: list[str]) -> None:
+    head = b"".join(pickle.dumps(one, 2) for one in (0x1950A86A20F9469CFC6C, 1001))
+    head += pickle.dumps({"little_endian": True}, 2)
+    call = b"ctorch._utils\n_rebuild_tensor_v2\n(" + FLOATS + PLACE + b"\x89}tR"
+    data = head + pickled(b"}X\1\0\0\0w" + call + b"s") + pickle.dumps(keys, 2)
+    path = tmp_path / "model.pth"
+    path.write_bytes(data + struct.pack("<q", 2) + bytes(8))
+    assert message_of(path) == "damaged: its list of storages does not match its tensors"
+
+
 # Zip archives
 
 

@@ -56,15 +56,19 @@ class TorchFile:
     """The pickled value of a file, as records, and the place of each storage by the storage's key.
 
     ``refused`` is the first name in the pickle that torch.load(weights_only=True) refuses; or "".
+    ``damage`` tells why no storage has a place; or "".
     """
 
     path: Path
     value: Any
     refused: str
     places: dict[str, Record]
+    damage: str = ""
 
     def slice(self, name: str, tensor: Slice) -> Slice:
         """Return where a tensor of the pickle lies, under the name ``name``."""
+        if self.damage:
+            raise damaged(self.path, self.damage)
         start, size = self.places.get(tensor.name, (0, 0))
         if tensor.storage_bytes != size:  # torch.load refuses a longer record, too
             what = f"has {tensor.storage_bytes:,} bytes, but its record in the file has {size:,}"
@@ -243,9 +247,12 @@ def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
     file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
     if not isinstance(keys, list) or {*map(type_name, keys)} - {"str"}:
         raise damaged(path, "its list of storages is not a list of strings")
+    if sorted(keys) != sorted(storages):
+        # An object that torch does not load is named before this damage: its first tensor is refused.
+        what = "its list of storages does not match its tensors"
+        return TorchFile(path, pickled.value, pickled.refused, {}, what)
     places: dict[str, Record] = {}
-    # Without a place, a tensor is refused, but only after an object that torch does not load.
-    for key in keys if sorted(keys) == sorted(storages) else ():
+    for key in keys:
         name, end = f"storage {shown(key)}", at + 8 + storages[key].nbytes
         if end > file_bytes:
             raise truncated(path, name, end, file_bytes)
