@@ -117,6 +117,36 @@ def test_a_key_one_level_too_high_is_answered_with_the_right_one(tmp_path: Path)
         formats.read(path, Selection("state"))
 
 
+LONG = "x" * 60
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ({"": {"w": torch.ones(3)}}, ""),
+        ({0: {"w": torch.ones(3)}}, ""),
+        ({"ema": {0: torch.ones(3)}}, ""),
+        ({"ema": {0: torch.ones(9), "inner": {"w": torch.ones(3)}}}, "ema.inner"),
+        ({LONG: {LONG: {LONG: {"w": torch.ones(3)}}}}, f"{LONG}.{LONG}.{LONG}"),
+        ({LONG * 4: {"w": torch.ones(3)}}, ""),
+    ],
+)
+def test_only_a_key_that_selects_the_weights_is_advised(
+    tmp_path: Path, value: dict[Any, Any], key: str
+) -> None:
+    path = tmp_path / "c.pt"
+    torch.save(value | {"step": 1}, path)
+    with pytest.raises(CheckpointError) as caught:
+        formats.read(path)
+    if not key:
+        assert "--key" not in caught.value.repair
+        return
+    assert caught.value.repair == (
+        f"select the weights: --key {key} (12 B); in load_streaming: key='{key}'; in a suite: key: {key}"
+    )
+    assert [one.name for one in formats.read(path, Selection(key))] == ["w"]
+
+
 @pytest.mark.parametrize("depth", [10, 300_000])
 def test_deep_and_shared_objects_take_little_time(tmp_path: Path, depth: int) -> None:
     """Lists in lists, and many names of one large list: a search that follows each would never end."""

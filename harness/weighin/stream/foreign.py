@@ -575,9 +575,7 @@ def selecting(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[
 
 def select_key(ways: str, key: str) -> str:
     """Return the advice to select the weights at ``key``; ``ways`` lists the options for it."""
-    return (
-        f"select the weights: {ways}; in load_streaming: key={shown(key)}; in a suite: key: {key}"
-    )
+    return f"select the weights: {ways}; in load_streaming: key={key!r}; in a suite: key: {key}"
 
 
 def lacks(checkpoint: Path, missing: Iterable[str], model: str) -> CheckpointError:

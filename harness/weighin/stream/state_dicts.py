@@ -16,6 +16,7 @@ from weighin.stream.slices import Slice
 from weighin.text import first_names, plain, shown
 
 _KINDS: Final = (dict, list, tuple, Opaque, Slice)
+_LONGEST_KEY: Final = 200  # characters of a key that advice names, which must be whole
 _OPTIM_STATES: Final = "_optim_states.pt"
 _SAVE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
 _PLAIN: Final = (
@@ -104,13 +105,30 @@ def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) 
 
 def _sizes(value: Any) -> dict[str, int]:
     """Map the dotted key of each nested state dict to its size in bytes; leave out optimizers."""
+    seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: dict[str, int] = {}
-    for place, one in _walk(value.items() if isinstance(value, Mapping) else (), "", set(), dict):
-        if "optim" in place.lower() or is_extra_state(place):
-            continue
-        tensors = [item for item in one.values() if isinstance(item, Slice)]
-        if tensors and all(isinstance(one[name], Slice) or is_extra_state(name) for name in one):
-            places[place] = sum(item.nbytes for item in tensors)
+
+    def look(inside: Mapping[Any, Any], above: str) -> None:
+        for name, item in inside.items():
+            if not isinstance(name, str) or not name or len(above) + len(name) >= _LONGEST_KEY:
+                continue
+            if not isinstance(item, dict) or "optim" in name.lower() or is_extra_state(name):
+                continue
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            place = f"{above}.{name}" if above else name
+            tensors = [one for one in item.values() if isinstance(one, Slice)]
+            if tensors and all(
+                isinstance(key, str) and (isinstance(one, Slice) or is_extra_state(key))
+                for key, one in item.items()
+            ):
+                places[place] = sum(one.nbytes for one in tensors)
+            else:
+                look(item, place)
+
+    if isinstance(value, Mapping):
+        look(value, "")
     return places
 
 
@@ -121,9 +139,10 @@ def with_key(sizes: Mapping[str, int]) -> str:
     """
     from weighin.units import format_bytes  # imports decimal, which few loads need
 
-    places = sorted((place for place in sizes if sizes[place]), key=lambda place: -sizes[place])[:3]
-    ways = " or ".join(f"--key {plain(one)} ({format_bytes(sizes[one])})" for one in places)
-    return select_key(ways, plain(places[0])) if places else ""
+    usual = (place for place in sizes if sizes[place] and len(place) <= _LONGEST_KEY)
+    places = sorted(usual, key=lambda place: -sizes[place])[:3]
+    ways = " or ".join(f"--key {one} ({format_bytes(sizes[one])})" for one in places)
+    return select_key(ways, places[0]) if places else ""
 
 
 def is_beside_weights(path: Path) -> bool:
@@ -178,18 +197,18 @@ def _no_state_dict(path: Path, value: Any, place: Any, item: Any) -> CheckpointE
 
 
 def _walk(
-    items: Iterable[tuple[Any, Any]], above: str, seen: set[int], kinds: Any = _KINDS
+    items: Iterable[tuple[Any, Any]], above: str, seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the tensors, dicts, lists and objects in values, in order, each with its dotted key.
 
-    ``kinds`` are the types that are looked at. A value whose id is in ``seen`` is left out: a crafted
+    A value whose id is in ``seen`` is left out: a crafted
     pickle may refer to one value many times. Values deeper than 1,000 levels are left out, too.
     """
     todo = [(above, iter(items))]
     while todo:
         place, rest = todo[-1]
         for name, one in rest:
-            if not isinstance(one, kinds) or id(one) in seen:
+            if not isinstance(one, _KINDS) or id(one) in seen:
                 continue
             seen.add(id(one))
             inner = _join(place, name)
