@@ -531,7 +531,7 @@ class Settings(Measure, Load, Command, Model):
                 raise ValueError(f"it has no effect with {name} {state}", f"leave {key} out")
         if key == "passes" and value < 1:
             raise ValueError(
-                "0 forward passes mean no use of the model",
+                f"{value} forward passes mean no use of the model",
                 "write --use none (in a suite, uses: none)",
             )
         if key == "uses" and info.data.get("passes", 1) > 1 and FORWARD not in value:
