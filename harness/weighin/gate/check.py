@@ -74,9 +74,8 @@ class Line:
     was: int = 0  # in the baseline file, or the bound of a budget
     now: int = 0
     allowed: int = 0  # the worst figure that passes
-    excess: float = (
-        math.inf
-    )  # how much worse ``now`` is, as a share of ``was``; at most 0 for a pass
+    # How much worse ``now`` is than ``allowed``, as a share of ``was``; at most 0 for a pass.
+    excess: float = math.inf
     phases: tuple[Growth, ...] = ()
 
     @property
@@ -411,9 +410,17 @@ def judge_figure(
     verdict = LineVerdict.IMPROVED if good > 0 else LineVerdict.SAME
     if bad > 0:
         verdict = LineVerdict.REGRESSED
-    allowed = now.median - above if bad == above else now.median + below
-    excess = bad / max(was.median, 1)
-    return Line(verdict, name, metric.title, "", metric, was.median, now.median, allowed, excess, phases)  # fmt: skip
+    return Line(
+        verdict,
+        name,
+        metric.title,
+        metric=metric,
+        was=was.median,
+        now=now.median,
+        allowed=now.median - above if bad == above else now.median + below,
+        excess=bad / max(was.median, 1),
+        phases=phases,
+    )
 
 
 def _by_phase(metric: Metric, series: Series) -> dict[str, int]:
@@ -433,16 +440,23 @@ def _budget(budget: Budget, series: Mapping[str, Series], notes: list[str]) -> l
     covered = {name: one for name, one in series.items() if budget.covers(name)}
     for name, one in covered.items():
         figure, bound = one.figures.get(metric.name), budget.bound(one)
-        if (
-            metric.name == "floor" and one.is_ok and one.no_floor
-        ):  # of one run, if another found one
+        # One of several runs may have found no floor.
+        if metric.name == "floor" and one.is_ok and one.no_floor:
             text = f"no floor was found: {one.no_floor}"
             lines.append(Line(LineVerdict.MISSING, name, what, text))
         elif figure is not None and bound is not None:
             kept = budget.is_kept(figure.high, bound)
-            verdict = LineVerdict.SAME if kept else LineVerdict.OVER_BUDGET
-            excess = (figure.high - bound) / max(bound, 1)
-            lines.append(Line(verdict, name, what, "", metric, bound, figure.high, bound, excess))
+            line = Line(
+                LineVerdict.SAME if kept else LineVerdict.OVER_BUDGET,
+                name,
+                what,
+                metric=metric,
+                was=bound,
+                now=figure.high,
+                allowed=bound,
+                excess=(figure.high - bound) / max(bound, 1),
+            )
+            lines.append(line)
         elif one.is_ok:
             lacking.append(name)
     if lacking and lacking != [name for name, one in covered.items() if one.is_ok]:

@@ -166,9 +166,15 @@ def parse_budget(text: str) -> Budget:
             amount += metric.parse(term.strip())
         except ConfigError as error:
             raise refused(f": {error.message}", error.repair or _BUDGETS) from None
-    shown = " ".join(text.split()).removeprefix("*:").strip()
-    is_below, selector = match["sign"] == "<", match["selector"] or "*"
-    return Budget(selector, shown, metric, is_below, amount, shares["model"], shares["limit"])
+    return Budget(
+        selector=match["selector"] or "*",
+        text=" ".join(text.split()).removeprefix("*:").strip(),
+        metric=metric,
+        is_below=match["sign"] == "<",
+        amount=amount,
+        models=shares["model"],
+        limits=shares["limit"],
+    )
 
 
 def parse_tolerance(text: str) -> tuple[str, Tolerance | None]:

@@ -84,18 +84,19 @@ class PredictedUse(Peaks):
     tensor_peak_bytes: int
     children_private_bytes: tuple[int, ...] = ()
 
-    # The anonymous memory of the process and of its forked processes:
-
     @property
     def all_peak_bytes(self) -> int:
+        """The peak of the anonymous memory of the process and its forked processes."""
         return (self.host_anon_peak_bytes or 0) + sum(self.children_private_bytes)
 
     @property
     def all_least_bytes(self) -> int:
+        """The sum of ``host_anon_least_bytes`` and the private memory of forked processes."""
         return self.host_anon_least_bytes + sum(self.children_private_bytes)
 
     @property
     def all_most_bytes(self) -> int:
+        """The sum of ``host_anon_most_bytes`` and the private memory of forked processes."""
         return self.host_anon_most_bytes + sum(self.children_private_bytes)
 
 

@@ -218,7 +218,10 @@ def _peak(figure: str, held: str, parts: Sequence[Prediction]) -> int | None:
 
 
 def _before(prediction: Prediction, figure: str) -> int:
-    return getattr(prediction, _BASES[figure], None) or 0
+    base = _BASES[figure]
+    if not base:  # nothing is in use before a load
+        return 0
+    return getattr(prediction, base) or 0
 
 
 def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:

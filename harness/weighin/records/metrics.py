@@ -97,9 +97,8 @@ class Metric:
     in_phase: str = ""  # the key in ``PHASE_FIGURES`` of what shows in which phase the figure grew
     tolerance: Tolerance = Tolerance(0.0, 0)
     operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)  # those that are compared
-    is_of_use: bool = (
-        False  # compared only if there is a use: old records lack those of a forward pass
-    )
+    # Compared only if there is a use: old records lack those of a forward pass.
+    is_of_use: bool = False
     is_usual: bool = False  # whether tables have the column even if the figure was never measured
     at_least: str = ""  # the key in rows that tells whether the figure is only a lower bound
     rank: int = 0  # a terminal that is too narrow leaves the columns of the highest rank out first

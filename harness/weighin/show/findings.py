@@ -431,13 +431,13 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
         marked += [[title, *line] for line in _marked(ran)]
 
     of_process = ("anonymous", "file", "shared")
-    for title, heads, names, sizes, rows, about, commands in (
+    for title, heads, name_columns, sizes, rows, about, commands in (
         ("Killed for lack of memory", ("of", "killed", "which", "limit", "pid"), 4, of_process, kills, [_NOTE_KILLS], first),
         ("Kinds of memory at the peak", ("of",), 1, _KINDS_OF_MEMORY, kinds, [_NOTE_KINDS], largest),
         ("Processes at the peak", ("of", "command", "reads", "pid", "parent"), 3, of_process, processes, notes, largest),
         ("Marked lines of output", ("of", "line", "after"), 2, (), marked, [], largest),
     ):  # fmt: skip
-        columns = [Column(head, is_name=at < names) for at, head in enumerate(heads)]
+        columns = [Column(head, is_name=at < name_columns) for at, head in enumerate(heads)]
         columns += [Column(size, "MiB") for size in sizes]
         start = 0 if len(commands) > 1 else 1  # a single command needs no column of its name
         if rows:
