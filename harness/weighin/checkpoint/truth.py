@@ -106,6 +106,11 @@ def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Des
     build = resolve_builder(builder)
     model = build_skeleton(build, spec.kwargs, dtype=dtype)
     own = named_tensors(model)
+    if lazy := [name for name, each in own.items() if torch.nn.parameter.is_lazy(each)]:
+        raise ConfigError(
+            f"builder {builder}: the shape of {lazy[0]!r} is not known yet, because its module is lazy",
+            "run the model once in the builder, or give the lazy layers their sizes",
+        )
     for name, value in model.state_dict(keep_vars=True).items():
         if value is not own.get(name):
             raise ConfigError(
