@@ -67,7 +67,7 @@ class CommandSpec(Spec):
         # From now on, take signals in a thread: only there Linux says whether a terminal sent one.
         self._shares_terminal = running.shares_terminal
         self._receiver = running.send_signal
-        for number in self._early:  # which the terminal sent before the command was there
+        for number in self._early:  # before the command was there: it may get one of them twice
             self._take(number, by_terminal=False)
         self._listening = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._listening.start()

@@ -333,8 +333,8 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
         found.append(_dcp_tensor(path, name, tensor, places.get(name, []), archives))
         keys: Any = paths.get(name) if isinstance(paths, dict) else None
         # A part is the key in a dict or the index in a list; to print another value may take for ever.
-        is_path = isinstance(keys, tuple) and all(isinstance(one, str | int) for one in keys)
-        if is_path and 1 < len(keys) <= _DEEPEST:
+        is_path = isinstance(keys, tuple) and 1 < len(keys) <= _DEEPEST
+        if is_path and all(isinstance(one, str | int) for one in keys):
             inside = ".".join(one if isinstance(one, str) else shown(one) for one in keys[:-1])
             if "optim" not in inside.lower():
                 sizes[inside] = sizes.get(inside, 0) + found[-1].nbytes
