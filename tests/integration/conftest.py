@@ -1,6 +1,7 @@
 """Fixtures of the command line's tests."""
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,3 +35,16 @@ def command(disk: Path, shared_cache: Path, tmp_path: Path) -> Iterator[CommandL
     leftovers.end(left)  # or the tests that follow fail of it, too
     assert left == []
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def small(command: CommandLine) -> Iterator[Path]:
+    """A disk of 2 MiB in the command's folder."""
+    folder = command.folder / "small disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "weighin-test", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

@@ -1,8 +1,6 @@
 """A disk that fills up: nothing that was measured is lost, and a message says how to go on."""
 
 import json
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,19 +33,6 @@ def load(job):
 '''
 
 pytestmark = pytest.mark.root
-
-
-@pytest.fixture
-def small(command: CommandLine) -> Iterator[Path]:
-    """A disk of 2 MiB in the command's folder."""
-    folder = command.folder / "small disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "weighin-test", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"nothing can be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def fill(path: Path) -> None:

@@ -91,12 +91,15 @@ def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
     assert not Path("more").exists()
 
 
-def test_a_signal_while_a_command_starts_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_command_starts_reaches_it(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another thread of this process, which blocks no signal, takes it before the command has a pid."""
 
     def start(*given: Any, **named: Any) -> Started:
         started = Started(*given, **named)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         time.sleep(0.05)
         return started
 
@@ -107,7 +110,7 @@ def test_a_signal_while_a_command_starts_reaches_it(monkeypatch: pytest.MonkeyPa
     try:
         begun_s = time.monotonic()
         with pytest.raises(Interrupted):
-            runner.run(asked("sleep 60", "touch more"), Progress())
+            runner.run(asked("exec sleep 60", "touch more"), Progress())
         assert time.monotonic() - begun_s < 30
     finally:
         ended.set()
