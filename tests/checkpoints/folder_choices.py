@@ -277,25 +277,25 @@ LAYOUTS: Final = [
                 {"mtp.fc.weight": next(iter(weight_map.values()))}
             )
         ),
-        notes=_noted("1 key in no shard"),
+        notes=_noted("about 1 key"),
     ),
     Layout(
         "an index that lacks a tensor of a shard",
         GROUP,
         _index(lambda _, weight_map: weight_map.pop("model.norm.weight")),
-        notes=_noted("1 key not listed"),
+        notes=_noted("about 1 key"),
     ),
     Layout(
         "an index that names another shard of a tensor",
         GROUP,
         _index(_list_elsewhere),
-        notes=_noted("1 key in another shard"),
+        notes=_noted("about 1 key"),
     ),
     Layout(
         "a tensor in two shards, with equal values",
         GROUP,
         _index(_twice(0)),
-        notes=_noted("1 key in two shards"),
+        notes=_noted("about 1 key"),
     ),
     Layout(
         "a tensor in two shards, with different values",

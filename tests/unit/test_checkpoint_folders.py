@@ -90,9 +90,9 @@ def change(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"norm": 0}, "1 key in another shard (norm)"),
-        ({"norm": None}, "1 key not listed (norm)"),
-        ({"no": 1, "none": 0}, "2 keys in no shard (no, none)"),
+        ({"norm": 0}, "1 key (norm)"),
+        ({"norm": None}, "1 key (norm)"),
+        ({"no": 1, "none": 0}, "2 keys (no, none)"),
     ],
 )
 def test_an_index_that_contradicts_its_shards_is_noted_and_the_shards_count(
@@ -105,7 +105,7 @@ def test_an_index_that_contradicts_its_shards_is_noted_and_the_shards_count(
     change(folder, **named)
     found = formats.read(folder)
     assert found.notes == (
-        f"{index_of(folder)}: contradicts its shards, which count: {note}",
+        f"{index_of(folder)}: contradicts its shards, which count, about {note}",
     )  # fmt: skip
     assert {one.name for one in found} == set(STATE)
     assert formats.files(index_of(folder))[0] == index_of(folder)
@@ -127,7 +127,7 @@ def test_a_tensor_in_two_shards_counts_once_if_its_values_are_equal(
     found = formats.read(folder)
     assert [one.name for one in found].count("embedding") == 1
     assert found.notes == (
-        f"{index}: contradicts its shards, which count: 1 key in two shards (embedding)",
+        f"{index}: contradicts its shards, which count, about 1 key (embedding)",
     )
     for other in (
         STATE["embedding"] + 1,
@@ -291,12 +291,10 @@ NO_TENSORS = "damaged: 'tensors' and 'shared' must name each tensor exactly once
         (modules(files={"no.pt": ["a"]}, order=["a"]), "the file 'no.pt', which holds 'a', is missing"),
         (modules(files={"../x": ["a"]}, order=["a"]), "the file that holds 'a' lies outside the folder: '../x'"),
         (modules(files={"norm.pt": [[]]}), NO_ORDER),
-        (modules(files={"norm.pt": ["a", "a"]}), "'a' occurs twice"),
-        (modules(files={"norm.pt": ["a"], "layers.1.pt": ["a"]}), "'a' occurs twice"),
+        (modules(files={"norm.pt": ["a", "a"]}), NO_ORDER),
+        (modules(files={"norm.pt": ["a"], "layers.1.pt": ["a"]}), NO_ORDER),
         (modules(order=["embedding"]), NO_ORDER),
         (modules(order=["embedding"] * 2), NO_ORDER),
-        (modules(shared={"head": "x"}), "'head' is tied to 'x' but stored elsewhere"),
-        (modules(shared={"head": []}), "'head' is tied to [] but stored elsewhere"),
         (keys(), NO_TENSORS),
         (keys(c="c.pt"), "the file 'c.pt', which holds 'c', is missing"),
         (keys(c="x" * 300), f"the file {'x' * 100!r}... (300 characters), which holds 'c', is missing"),
@@ -304,7 +302,6 @@ NO_TENSORS = "damaged: 'tensors' and 'shared' must name each tensor exactly once
         (keys(a="/etc/passwd"), "the file that holds 'a' lies outside the folder: '/etc/passwd'"),
         (keys(a=".."), "the file '..', which holds 'a', is missing"),
         (keys(a=3), "the file that holds 'a' lies outside the folder: 3"),
-        (keys({"norm": "embedding"}, embedding="embedding.pt", norm="norm.pt"), "'norm' is tied to 'embedding' but stored elsewhere"),
         ({"format": "shards"}, "not an index of the format per_param in version 1"),
         ({"format": "per_param", "version": 1}, NO_TENSORS),
         ([], "damaged: not a JSON object"),
@@ -321,9 +318,6 @@ def test_a_damaged_index_of_keys_is_named(tmp_path: Path, index: object, message
 
 def test_a_file_of_a_module_that_contradicts_the_index_is_named(tmp_path: Path) -> None:
     folder = made("per_module", tmp_path / "m")
-    torch.save({key: torch.zeros(5, 4) for key in ("embedding", "head")}, folder / "embedding.pt")
-    with pytest.raises(CheckpointError, match="'head' is tied to 'embedding' but stored elsewhere"):
-        formats.read(folder)
     torch.save({"other": torch.zeros(3)}, folder / "norm.pt")
     with pytest.raises(CheckpointError, match=r"norm\.pt: its keys differ from those that index"):
         formats.read(folder)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.stream.slices import Slice
-from weighin.stream.zero import boxes, elements, joined
+from weighin.stream.zero import boxes, laid_out
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -44,8 +44,13 @@ def test_elements_are_joined_from_several_files(tmp_path: Path) -> None:
         flat_file(tmp_path / str(number), part)
         for number, part in enumerate(values.split([7, 0, 31, 22]))
     ]
-    where = joined("one", (4, 3, 4), elements(tmp_path, files, 5, 48))
-    assert torch.equal(torch.cat([piece.clone() for piece in read_pieces(where)]), values[5:53])
-    assert joined("none", (0, 3), elements(tmp_path, files, 9, 0)).nbytes == 0
-    with pytest.raises(CheckpointError, match="elements 50 to 61 of a partition are needed"):
-        elements(tmp_path, files, 50, 11)
+    shapes = {"skipped": (5,), "one": (4, 3, 4), "none": (0, 3), "last": (7,)}
+    found = laid_out(tmp_path / "states", shapes, [files])
+    for name, start, end in (("skipped", 0, 5), ("one", 5, 53), ("last", 53, 60)):
+        pieces = [piece.clone() for piece in read_pieces(found[name])]
+        assert torch.equal(torch.cat(pieces), values[start:end])
+    assert found["none"].nbytes == 0
+    with pytest.raises(CheckpointError, match="have 60 of the 61 elements of 'more'"):
+        laid_out(tmp_path / "states", {"more": (61,)}, [files])
+    with pytest.raises(CheckpointError, match="have 60 elements, but the shapes in states need 59"):
+        laid_out(tmp_path / "states", {"fewer": (59,)}, [files])

@@ -5,11 +5,9 @@
     global_step10/
         mp_rank_00_model_states.pt                   ZeRO 1 and 2: the module in its own dtype
         zero_pp_rank_0_mp_rank_00_optim_states.pt    rank 0's share of the float32 weights
-        zero_pp_rank_1_mp_rank_00_optim_states.pt
     global_step20/
         zero_pp_rank_0_mp_rank_00_model_states.pt    ZeRO 3: parameters are empty in these files
         zero_pp_rank_0_mp_rank_00_optim_states.pt
-        ...
     global_step30_universal/                         as ds_to_universal.py writes it
         zero/layers.0.weight/fp32.pt                 the whole weight; other files are not read
         mp_rank_00_model_states.pt                   names, buffers and tied weights
@@ -18,7 +16,7 @@ Each file of optimizer states has one flat tensor for each group of parameters. 
 a group's flat tensors, joined over all ranks, are the group's parameters one after the other. Under
 ZeRO 3, each rank has a share of every parameter, and padding makes the shares equally long. weighin
 reads the same values as DeepSpeed's own ``zero_to_fp32.py``: trained weights in float32, buffers
-and frozen weights in the stored dtype. weighin does not read the moments of the optimizer.
+and frozen weights in the stored dtype.
 """
 
 import re
@@ -39,9 +37,10 @@ Shape = tuple[int, ...]
 _RANK: Final = r"(?P<of>(?:[a-z0-9]+_)?zero_pp_rank_)(?P<rank>\d+)_"
 _OPTIMIZER: Final = rf"{_RANK}mp_rank_\d+_optim_states\.pt"
 _MODEL: Final = rf"(?:{_RANK})?mp_rank_\d+_model_states\.pt"
-_FIRST_MODEL: Final = r"(?:zero_pp_rank_0_)?mp_rank_\d+_model_states\.pt"
 _PIPELINE: Final = r"layer_\d+-model_\d+-model_states\.pt"
 _COPY: Final = "copy the whole folder again, from every machine that took part in the training"
+_MIXED: Final = "two runs wrote their files into this folder"
+_MOVE: Final = "move the files of one run into a folder of their own"
 _UNIVERSAL: Final = (
     "make a universal checkpoint, which weighin reads: python -m deepspeed.checkpoint.ds_to_universal"
     " --input_folder {0} --output_folder {0}_universal"
@@ -81,20 +80,17 @@ def read(path: Path, name: str) -> Checkpoint:
 def _read_step(path: Path) -> Checkpoint:
     for pattern, what, repair in _DIVIDED:
         for name in _matching(path, pattern):
-            raise CheckpointError(f"{path}: the {what}: {name}", repair.format(path))
+            raise _refused(path, f"the {what}: {name}", repair.format(path))
     models, optimizers = _by_rank(path, _MODEL), _by_rank(path, _OPTIMIZER)
     if 0 not in models:
         some = models[min(models)].name if models else "mp_rank_00_model_states.pt"
-        raise _missing(path, [_of_rank(some, 0)])
+        raise _missing(path, some, [0])
     states, stored = _ModelStates(models[0]), dict[str, Slice]()
     if states.groups is not None:
         if not optimizers:
-            raise CheckpointError(
-                f"{path}: the folder has no files *_optim_states.pt, where DeepSpeed's ZeRO keeps the"
-                " float32 weights",
-                f"{_COPY}; or, only under ZeRO 1 and 2, give the file with the weights in the module's"
-                f" own dtype: {states.file} --key module",
-            )
+            what = "the folder has no files *_optim_states.pt, where DeepSpeed's ZeRO keeps the float32 weights"
+            own = f"give the file with the weights in the module's own dtype: {states.file} --key module"
+            raise _refused(path, what, f"{_COPY}; or, only under ZeRO 1 and 2, {own}")
         shares = [_Share(file) for _, file in sorted(optimizers.items())]
         _check_complete(optimizers, shares[0].ranks)
         stored = _trained(states, shares) | states.frozen(len(shares))
@@ -105,14 +101,13 @@ def _read_step(path: Path) -> Checkpoint:
 
 def _read_universal(path: Path) -> Checkpoint:
     weights = {file.parent.name: file for file in sorted(path.glob("zero/*/fp32.pt"))}
-    states = [_ModelStates(path / name) for name in _matching(path, _FIRST_MODEL)]
+    first_rank = r"(?:zero_pp_rank_0_)?mp_rank_\d+_model_states\.pt"
+    states = [_ModelStates(path / name) for name in _matching(path, first_rank)]
     shapes = {name: of for one in states for each in one.groups or () for name, of in each.items()}
-    if (
-        states
-    ):  # a weight that has no values here must be in the module: ``checkpoint`` takes it there
-        module = {one.name for one in states[0].module}
-        if absent := [name for name in shapes if name not in weights and name not in module]:
-            raise _without_values(path, absent[0])
+    module = {one.name for one in states[0].module} if states else {*shapes}
+    for name in shapes:  # one without values must be in the module: ``checkpoint`` takes it there
+        if name not in weights and name not in module:
+            raise _without_values(path, name)
     stored: dict[str, Slice] = {}
     for name in dict.fromkeys([*(name for name in shapes if name in weights), *weights]):
         pickled = open_file(weights[name])
@@ -125,13 +120,16 @@ def _read_universal(path: Path) -> Checkpoint:
             if name not in shapes:
                 what = f"a flat tensor of {prod(where.shape):,} elements"
                 raise _refused(where.file, f"{what}, whose shape is in no *_model_states.pt")
-            stored |= _laid_out(where.file, {name: shapes[name]}, [[where]])
+            stored |= laid_out(where.file, {name: shapes[name]}, [[where]])
     found = Checkpoint(stored.values())
     if states:  # each of several files has a part of the module
         frozen = states[0].frozen(states[0].ranks)
         found = states[0].checkpoint(stored | frozen, fallback=len(states) == 1)
     found.files = (*weights.values(), *(one.file for one in states))
     return found
+
+
+# The files of one rank
 
 
 @contextmanager
@@ -156,7 +154,7 @@ class _ModelStates:
             pickled = open_file(file)
             value = pickled.value
             if value.get("ds_autoep_layers") or value.get("autoep_layers"):
-                raise CheckpointError(f"{file}: the {_EXPERTS[0]} by AutoEP", _EXPERTS[1])
+                raise _refused(file, f"the {_EXPERTS[0]} by AutoEP", _EXPERTS[1])
             self.module = Checkpoint() if value["module"] is None else pickled.checkpoint("module")
             groups = value.get("param_shapes")
             self.groups = None if groups is None else [_shapes(group) for group in groups]
@@ -171,16 +169,16 @@ class _ModelStates:
 
     def frozen(self, ranks: int) -> dict[str, Slice]:
         """Return the parameters that are not trained, of which under ZeRO-3 each rank has a share."""
-        if not self._frozen or not self.file.name.startswith("zero_pp_rank"):
+        folder, name = self.file.parent, self.file.name
+        if not self._frozen or not name.startswith("zero_pp_rank"):
             return {}  # they are in ``module``
-        files = _by_rank(self.file.parent, _RANK + re.escape(re.sub(_RANK, "", self.file.name)))
+        files = _by_rank(folder, _RANK + re.escape(re.sub(_RANK, "", name)))
         _check_complete(files, ranks)
-        every = [_ModelStates(file) for _, file in sorted(files.items())]
+        every = [_ModelStates(file)._shares for _, file in sorted(files.items())]
         stored: dict[str, Slice] = {}
-        with _reading(self.file.parent, f"shares of {first_names(self._frozen)} in each rank"):
-            for name, shape in self._frozen.items():
-                rows = [[one._shares[name]] for one in every]
-                stored |= _laid_out(self.file, {name: shape}, rows)
+        with _reading(folder, f"shares of {first_names(self._frozen)} in each rank"):
+            for key, shape in self._frozen.items():
+                stored |= laid_out(self.file, {key: shape}, [[shares[key]] for shares in every])
         return stored
 
     def checkpoint(self, stored: Mapping[str, Slice], *, fallback: bool = True) -> Checkpoint:
@@ -205,12 +203,11 @@ class _Share:
     """One rank's share of the float32 weights: a flat tensor for each group of parameters."""
 
     def __init__(self, file: Path) -> None:
-        self.file = file
         with _reading(file, "optimizer states of DeepSpeed's ZeRO"):
             pickled = open_file(file)
             state = pickled.value["optimizer_state_dict"]
             if state.get("ds_zero_partition_groups"):
-                raise CheckpointError(f"{file}: the {_EXPERTS[0]} by groups", _EXPERTS[1])
+                raise _refused(file, f"the {_EXPERTS[0]} by groups", _EXPERTS[1])
             self.is_stage_3 = "fp32_flat_groups" in state
             key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
             flats = [state[key]] if isinstance(state[key], Slice) else state[key]
@@ -222,25 +219,33 @@ class _Share:
             self.paddings = state.get("param_alignment_paddings") or [()] * len(self.flats)
 
 
+def _shapes(value: Any) -> dict[str, Shape]:
+    if not all(isinstance(name, str) and is_sizes(shape) for name, shape in value.items()):
+        raise ValueError
+    return {name: tuple(shape) for name, shape in value.items()}
+
+
+# Tensors in flat tensors
+
+
 def _trained(states: _ModelStates, shares: Sequence[_Share]) -> dict[str, Slice]:
-    first, groups = shares[0], states.groups or []
+    folder, groups = states.file.parent, states.groups or []
     if len({(one.is_stage_3, len(one.flats)) for one in shares}) != 1:
-        what = "the ranks saved with different stages or groups of ZeRO"
-        raise _refused(states.file.parent, what)
+        raise _refused(folder, "the ranks saved with different stages or groups of ZeRO")
     rows = [one.flats for one in shares]
-    if first.is_stage_3:  # each rank has a part of every parameter
+    if shares[0].is_stage_3:  # each rank has a part of every parameter
         every = {name: shape for group in groups for name, shape in group.items()}
-        return _laid_out(states.file, every, rows)
+        return laid_out(states.file, every, rows)
     stored: dict[str, Slice] = {}
-    with _reading(states.file.parent, "shares of the same groups of parameters"):
-        of_groups = zip(groups, first.paddings, zip(*rows, strict=True), strict=True)
+    with _reading(folder, "shares of the same groups of parameters"):
+        of_groups = zip(groups, shares[0].paddings, zip(*rows, strict=True), strict=True)
         for shapes, paddings, row in of_groups:
             # DeepSpeed pads a group to a multiple of a number that is even.
-            stored |= _laid_out(states.file, shapes, [row], paddings, aligned=2 * len(rows))
+            stored |= laid_out(states.file, shapes, [row], paddings, aligned=2 * len(rows))
     return stored
 
 
-def _laid_out(
+def laid_out(
     path: Path,
     shapes: Mapping[str, Shape],
     rows: Sequence[Sequence[Slice]],
@@ -252,121 +257,40 @@ def _laid_out(
     Each row of flat tensors has an equal share of every tensor. ``paddings`` are the elements that
     follow each tensor, and the end of a row is padded to a multiple of ``aligned``.
     """
+    flats = [one for row in rows for one in row]
+    for one in flats:
+        if len(one.shape) != 1 or not one.contiguous or one.dtype_name != flats[0].dtype_name:
+            raise _refused(one.file, f"{shown(one.name)} is no flat tensor of the others' dtype")
     stored, at = {}, 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         if not is_sizes((padding,)):
             raise ValueError
         size = prod(shape)
-        count = -(-size // len(rows))
-        pieces: list[Slice] = []
+        count, done = -(-size // len(rows)), 0
+        parts: list[Slice] = []
         for number, row in enumerate(rows):
-            pieces += elements(path, row, at, max(0, min(count, size - number * count)))
-        stored[name] = joined(name, shape, pieces)
+            begin, last = 0, at + max(0, min(count, size - number * count))
+            for flat in row:
+                first, end = max(at, begin), begin + flat.shape[0]
+                offset = flat.offset + (first - begin) * ITEM_BYTES[flat.dtype_name]
+                for start, block in boxes(shape, done, done + min(last, end) - first):
+                    parts.append(replace(_block(flat, name, block, offset), start=start))
+                    offset += parts[-1].nbytes
+                done, begin = done + max(0, min(last, end) - first), end
         at += count + padding
+        if done != size or not flats:
+            what = f"the partitions have {done:,} of the {size:,} elements of {shown(name)}"
+            raise _refused(path.parent, what)
+        whole = parts[0] if parts else _block(flats[0], name, shape, flats[0].offset)
+        stored[name] = replace(whole, shape=shape, stride=row_major(shape), start=())
+        if len(parts) > 1:
+            stored[name].parts = tuple(parts)
     for row in rows:
-        numel = sum(prod(one.shape) for one in row)
+        numel = sum(one.shape[0] for one in row)
         if -(-at // aligned) != -(-numel // aligned):
             what = f"the partitions have {numel:,} elements, but the shapes in {path.name} need"
             raise _refused(path.parent, f"{what} {at:,}")
     return stored
-
-
-def _by_rank(path: Path, pattern: str) -> dict[int, Path]:
-    by_rank: dict[int, Path] = {}
-    for name, match in _matching(path, pattern).items():
-        rank = int(match["rank"] or 0)
-        if rank in by_rank:
-            raise CheckpointError(
-                f"{path}: {by_rank[rank].name} and {name} are both of rank {rank}: two runs wrote"
-                " their files into this folder",
-                "move the files of one run into a folder of their own",
-            )
-        by_rank[rank] = path / name
-    return by_rank
-
-
-def _check_complete(files: Mapping[int, Path], ranks: int) -> None:
-    some = files[min(files)]
-    if not is_sizes((ranks,)):
-        raise _refused(some, "the number of ranks is impossible")
-    if absent := [rank for rank in range(min(ranks, 1000 + len(files))) if rank not in files]:
-        raise _missing(some.parent, [_of_rank(some.name, rank) for rank in absent])
-    if max(files) >= ranks:
-        raise CheckpointError(
-            f"{some.parent}: {some.name} was written by {ranks} ranks, so the file"
-            f" {files[max(files)].name} comes from another run",
-            "find out which files the last run wrote, and remove the files of the other run",
-        )
-
-
-def _of_rank(name: str, rank: int) -> str:
-    """Return the name of another rank's file."""
-    return re.sub(_RANK, rf"\g<of>{rank}_", name)
-
-
-def _matching(path: Path, pattern: str) -> dict[str, re.Match[str]]:
-    """Return the sorted names in a folder that match, with their matches."""
-    names = sorted(entry.name for entry in path.iterdir())
-    return {name: match for name in names if (match := re.fullmatch(pattern, name))}
-
-
-def _missing(folder: Path, names: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: files of some ranks are missing: {few(names)}",
-        "copy them here: each machine of a training may have kept the files of its own ranks",
-    )
-
-
-def _without_values(folder: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: no file has the values of {shown(name)}",
-        f"{_COPY}; if the optimizer does not train this weight, save the whole model from"
-        " the training code: engine.save_16bit_model(FOLDER)",
-    )
-
-
-def _refused(path: Path, what: str, repair: str = _COPY) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}", repair)
-
-
-def _shapes(value: Any) -> dict[str, Shape]:
-    if not all(isinstance(name, str) and is_sizes(shape) for name, shape in value.items()):
-        raise ValueError
-    return {name: tuple(shape) for name, shape in value.items()}
-
-
-def elements(path: Path, flats: Sequence[Slice], first: int, count: int) -> list[Slice]:
-    """Return where ``count`` elements from ``first`` on lie in flat tensors, one after the other."""
-    ranges, at = [], 0
-    for one in flats:
-        if len(one.shape) != 1 or not one.contiguous:
-            raise _refused(one.file, f"{shown(one.name)} is no flat tensor")
-        begin, end = max(first, at), min(first + count, at + one.shape[0])
-        if begin < end:
-            offset = one.offset + (begin - at) * ITEM_BYTES[one.dtype_name]
-            ranges.append(_block(one, one.name, (end - begin,), offset))
-        at += one.shape[0]
-    if first + count > at or not flats:
-        what = f"elements {first:,} to {first + count:,} of a partition are needed, but it has"
-        raise _refused(path, f"{what} {at:,}")
-    return ranges or [_block(flats[0], "", (0,), flats[0].offset)]
-
-
-def joined(name: str, shape: Shape, ranges: Sequence[Slice]) -> Slice:
-    if len({where.dtype_name for where in ranges}) != 1:
-        raise _refused(ranges[0].file, f"the partitions of {shown(name)} have different dtypes")
-    parts: list[Slice] = []
-    at = 0
-    for where in ranges:
-        place = where.offset
-        for start, size in boxes(shape, at, at + where.shape[0]):
-            parts.append(replace(_block(where, name, size, place), start=start))
-            place += parts[-1].nbytes
-        at += where.shape[0]
-    whole = _block(parts[0] if parts else ranges[0], name, shape, (parts or ranges)[0].offset)
-    if len(parts) < 2:
-        return whole
-    return replace(whole, storage_bytes=parts[0].storage_bytes, parts=tuple(parts))
 
 
 def boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
@@ -386,7 +310,59 @@ def boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
         first += length
 
 
-def _block(where: Slice, name: str, shape: Shape, offset: int) -> Slice:
+def _block(flat: Slice, name: str, shape: Shape, offset: int) -> Slice:
     """Return a contiguous block whose storage is the block alone, not the flat tensor around it."""
-    size = prod(shape) * ITEM_BYTES[where.dtype_name]
-    return Slice(name, shape, row_major(shape), where.dtype_name, where.file, offset, offset, size)
+    size = prod(shape) * ITEM_BYTES[flat.dtype_name]
+    return Slice(name, shape, row_major(shape), flat.dtype_name, flat.file, offset, offset, size)
+
+
+# Files by rank
+
+
+def _by_rank(path: Path, pattern: str) -> dict[int, Path]:
+    by_rank: dict[int, Path] = {}
+    for name, match in _matching(path, pattern).items():
+        rank = int(match["rank"] or 0)
+        if (other := by_rank.setdefault(rank, path / name)).name != name:
+            raise _refused(
+                path, f"{other.name} and {name} are both of rank {rank}: {_MIXED}", _MOVE
+            )
+    return by_rank
+
+
+def _check_complete(files: Mapping[int, Path], ranks: int) -> None:
+    some, last = files[min(files)], files[max(files)].name
+    if not is_sizes((ranks,)):
+        raise _refused(some, "the number of ranks is impossible")
+    if absent := [rank for rank in range(min(ranks, 1000 + len(files))) if rank not in files]:
+        raise _missing(some.parent, some.name, absent)
+    if max(files) >= ranks:
+        what = (
+            f"{some.name} was written by {ranks} ranks, so the file {last} comes from another run"
+        )
+        raise _refused(some.parent, f"{what}: {_MIXED}", _MOVE)
+
+
+def _matching(path: Path, pattern: str) -> dict[str, re.Match[str]]:
+    """Return the sorted names in a folder that match, with their matches."""
+    names = sorted(entry.name for entry in path.iterdir())
+    return {name: match for name in names if (match := re.fullmatch(pattern, name))}
+
+
+def _missing(folder: Path, some: str, ranks: Sequence[int]) -> CheckpointError:
+    """Return the error for the files of ``ranks``; ``some`` is the name of another rank's file."""
+    names = few([re.sub(_RANK, rf"\g<of>{rank}_", some) for rank in ranks])
+    repair = "copy them here: each machine of a training may have kept the files of its own ranks"
+    return _refused(folder, f"files of some ranks are missing: {names}", repair)
+
+
+def _without_values(folder: Path, name: str) -> CheckpointError:
+    repair = (
+        f"{_COPY}; if the optimizer does not train this weight, save the whole model from"
+        " the training code: engine.save_16bit_model(FOLDER)"
+    )
+    return _refused(folder, f"no file has the values of {shown(name)}", repair)
+
+
+def _refused(path: Path, what: str, repair: str = _COPY) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", repair)
