@@ -39,6 +39,7 @@ from weighin.stream.foreign import (
     broken_link,
     damaged,
     map_late,
+    no_duplicates,
     read_object,
     truncated,
     unreadable,
@@ -229,11 +230,13 @@ def _read_keys(path: Path, fmt: str) -> Checkpoint:
     try:
         pairs = [*index["tensors"].items()] if fmt == "per_param" else []
         pairs += [(key, name) for name, keys in index.get("files", {}).items() for key in keys]
-        homes = dict(pairs)
+        homes = no_duplicates(pairs)
         order = index.get("order", [*homes])
-        is_whole = len(pairs) == len(homes) > 0 and _names_all(order, homes)
+        is_whole = bool(homes) and _names_all(order, homes)
     except (AttributeError, KeyError, TypeError):
         is_whole = False
+    except ValueError as error:
+        raise damaged(path, f"{error}", again) from None
     if not is_whole:
         fields = " and ".join(map(repr, INDEX_FIELDS[fmt]))
         raise damaged(path, f"{fields} must name each tensor exactly once", again)

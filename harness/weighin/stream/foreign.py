@@ -1,8 +1,7 @@
 """Say what a path is if it is no checkpoint that weighin reads, and what to do: errors with a repair.
 
-A row of the tables has a pattern, what a file or folder with this pattern is, and the repair: the step
-from there to a checkpoint. Patterns are of a file's first bytes, or of a list of names, one a line. The
-module also reads a file's first bytes, by which readers recognise their files, and the JSON of others.
+``foreign.toml`` is the table of other kinds of files and folders. This module also reads a file's first
+bytes, by which readers recognise their files, and the JSON of others.
 """
 
 import errno
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from itertools import islice
 from pathlib import Path
 from shlex import quote
@@ -53,125 +52,11 @@ _MOST_BRACKETS: Final = 200_000  # in one JSON file: an empty list takes 80 byte
 _HEAD_BYTES: Final = 512
 _HEADER_BYTES: Final = 128 * 1024  # as long as most headers of safetensors files
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+_PACKED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 _PATHS_END: Final = (
     "/", ".gguf", ".gz", ".h5", ".json", ".msgpack", ".npz", ".onnx", ".pkl", ".pt2", ".py", ".tar", ".zip",
     *WEIGHTS,
 )  # fmt: skip
-
-
-def _saving(value: str, modules: str = "") -> str:
-    """Return a repair's command that saves the value of a Python expression; ``p`` is the path."""
-    code = f"import sys, {modules}torch; p = sys.argv[1]; torch.save({value}, p + '.new')"
-    return f'python -c "{code}" '.replace("{", "{{").replace("}", "}}") + "{file}"
-
-
-def _packed(program: str) -> tuple[str, str]:
-    return f"compressed with {program}", f"unpack it: {program} -dc {{file}} > {{unpacked}}"
-
-
-_INTO_TORCH: Final = (
-    "load it into a PyTorch model with the library that it comes from, and save that model:"
-    " torch.save(model.state_dict(), ...)"
-)
-_COMPILED: Final = "give the weights that it was made from"
-_NAMED: Final = "name it: torch.save({{NAME: torch.from_numpy(numpy.load(FILE))}}, ...)"
-_UNPACK: Final = "unpack it, and give the checkpoint in it: "
-_WAIT: Final = "wait until the program that writes it has ended; if none does, a copy was not finished: make it again"
-_PACKED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-_TRUSTED: Final = "if you trust it, write its weights: "
-_PICKLE: Final = (
-    "a pickle that torch.save did not write, and was NOT executed",
-    "if you trust the file, load it with the program that wrote it, and save its tensors:"
-    " torch.save({{NAME: TENSOR, ...}}, ...)",
-)
-_TENSORFLOW: Final = ("a part of a TensorFlow checkpoint or SavedModel", _INTO_TORCH)
-
-_TABLE: Final = (
-    ("name", r"\.py$", "a Python file, not a checkpoint",
-     "name the function in this file that builds the model: --model {path}:FUNCTION"),
-    ("name", r"\.distcp$", "a data file of torch.distributed.checkpoint", "give its folder: {folder}"),
-    ("name", r"\.(index|meta|data-\d{5}-of-\d{5})$", *_TENSORFLOW),
-    ("head", r"\Aversion https://git-lfs\.github\.com/spec/",
-     "a git-lfs pointer (a small text file that stands for the real file), not the checkpoint",
-     "fetch the checkpoint: git lfs pull --include {name}"),
-    ("head", r"\A\s*<(?i:!doctype html|html)", "an HTML page, not a checkpoint",
-     "download the checkpoint again with the file's own link: the used link leads to a web page"),
-    ("head", r"\A\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras and TensorFlow write them", _INTO_TORCH),
-    ("head", r"\A\x93NUMPY", "one NumPy array (.npy), without a tensor's name", _NAMED),
-    ("head", r"\A(?:lmgg|fmgg|tjgg|algg)", "a file of llama.cpp from before GGUF", _COMPILED),
-    ("head", r"\A.{4}TFL3", "a TensorFlow Lite model", _COMPILED),
-    ("head", r"\A.{4}ET12", "an ExecuTorch program", _COMPILED),
-    ("head", r"\Aftrt", "a TensorRT engine", _COMPILED),
-    ("head", r"\A\x7fELF", "a compiled program or library", _COMPILED),
-    ("head", r"\A\x12\x01\0{6}", "parameters of MXNet", _INTO_TORCH),
-    ("head", r"\A\0+\Z", "begins with zeros, as a file whose bytes are not written yet", _WAIT),
-    ("head", r"\A\x1f\x8b", *_packed("gzip")),
-    ("head", r"\ABZh", *_packed("bzip2")),
-    ("head", r"\A\xfd7zXZ\0", *_packed("xz")),
-    ("head", r"\A\x28\xb5\x2f\xfd", *_packed("zstd")),
-    ("head", r"\A\x04\x22\x4d\x18", *_packed("lz4")),
-    ("head", r"\Aage-encryption\.org/", "encrypted with age",
-     "decrypt it: age -d -o {decrypted} {file}"),
-    ("head", r"\ASalted__", "encrypted with openssl",
-     "decrypt it: openssl enc -d -CIPHER -in {file} -out {decrypted}"),
-    ("head", r"\A-----BEGIN PGP MESSAGE-----", "encrypted with GnuPG",
-     "decrypt it: gpg -o {decrypted} -d {file}"),
-    ("head", r"\A7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK + "7z x {file}"),
-    ("head", r"\ARar!\x1a\x07", "a rar archive", _UNPACK + "unrar x {file}"),
-    ("head", r"\A(?=.{257}ustar)(?:\./)?(?:sys_info|pickle|tensors|storages)\0",
-     "in the tar format of torch 0.1",
-     "if you trust the file, save it again: " + _saving("torch.load(p, weights_only=False)")),
-    ("head", r"\A.{257}ustar", "a tar archive", _UNPACK + "tar xf {file}"),
-    ("head", r"\A\x08\x01\x12", *_TENSORFLOW),
-    ("head", r"\A\x80[\2-\5]", *_PICKLE),
-    ("head", r"\A(?:\([dl]p\d+\n|c[\w.]+\n\w+\n(?:p\d+\n|q)|[}\]]q\0)", *_PICKLE),  # protocols 0 and 1
-    ("head", r"\A\x08[\x03-\x1f][\x12\x1a\x22\x2a\x32\x3a\x42]", "an ONNX model", _COMPILED),
-    ("head", r"\A(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./]",
-     "a msgpack file, as flax writes them", _INTO_TORCH),
-    ("records", r"^[^/\n]*/(?:constants|bytecode)\.pkl$", "a TorchScript program, not only weights",
-     _TRUSTED + _saving("torch.jit.load(p, 'cpu').state_dict()")),
-    ("records", r"^(?:[^/\n]*/)?(?:models/model\.json|serialized_exported_program\.json)$",
-     "an exported program (torch.export), not only weights",
-     _TRUSTED + _saving("dict(torch.export.load(p).state_dict)")),
-    ("records", r"^[^/\n]*/archive_format$", "a compiled model (AOTInductor)", _COMPILED),
-    ("records", r"^[^/\n]*/\.data/extern_modules$", "a package of code and weights (torch.package)",
-     "if you trust its code, load the model with torch.package.PackageImporter, and save its"
-     " weights: torch.save(model.state_dict(), ...)"),
-    ("records", r"\A(?:[^\n]*\.npy(?:\n|\Z))+\Z", "arrays of NumPy (.npz)", "write them as tensors: "
-     + _saving("{k: torch.from_numpy(v) for k, v in numpy.load(p).items()}", "numpy, ")),
-    ("records", r"^[^/\n]*/\.data/serialization_id$",
-     "a file of torch.save without data.pkl, as when torch.save is interrupted", "save it again"),
-    ("records", r"^model\.weights\.h5$", "a Keras model", _INTO_TORCH),
-    ("folder", r"\A\Z", "an empty folder", "give a checkpoint file, or the folder of a model"),
-    ("folder", r"^mp_rank_\d+(?:_\d+){,2}$",
-     "a step of Megatron-LM, whose ranks hold parts of the model: {found}",
-     "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py --model-type GPT --loader"
-     " core --saver core --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
-     " --load-dir RUN --save-dir MERGED; a file of a run of one rank: {path}/{first}/model_optim_rng.pt"
-     " --key model"),
-    ("folder", rf"^{re.escape(pipeline.INDEX)}$", "a diffusers pipeline without weights",
-     "give the folder that has the weights, too"),
-    ("folder", r"^plan\.json$", "the folder of a run of weighin, not a model",
-     "show its results: weighin report {path}"),
-    ("folder", r"^\w*model\.(\w+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)$",
-     "only {0} variants of the weights: {found}",
-     "name the variant: --set variant={0} (in Python: variant={0!r})"),
-    ("folder", r"^(\w*model)-\d+-of-\d+(\.safetensors|\.bin)$",
-     "shards without their index {0}{1}.index.json", "add the index: {path}/{0}{1}.index.json"),
-    ("folder", r"^.*\.distcp$", "shards without their index .metadata",
-     "add the index: {path}/.metadata"),
-    ("folder", r"^.*\.(?:safetensors|bin|pt|pth|ckpt)$", "{lacks} beside {found}",
-     "give the file itself: {path}/{first}"),
-    ("folder", r"^.*\.(?:onnx|h5|keras|msgpack|ocdbt|tflite|ot|index|pb)$",
-     "weights of another framework than PyTorch: {found}",
-     "load the model into PyTorch, and save it: model.save_pretrained(FOLDER)"),
-    ("folder", r"^config\.json$", "has config.json but no weights: neither model.safetensors, nor"
-     " pytorch_model.bin, nor an index of one of them",
-     "add the weights, or save the model there: model.save_pretrained(FOLDER)"),
-)  # fmt: skip
-"""What is in the column ``name`` (a file's name), ``head`` (its first bytes, as Latin-1), ``records``
-(the names in a zip archive, one a line) or ``folder`` (the names in a folder); what this is; the repair."""
-
 _TAGS: Final = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 """Files in a run's folder that name its newest step: two of DeepSpeed, and Megatron-LM's number."""
 
@@ -214,24 +99,19 @@ def map_late(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterat
     If the disk answers the first reads late, as storage behind a network does, threads do the other
     reads at the same time. The iteration ends at the first error, in the order of the items.
     """
-    rest, spent_s = iter(items), 0.0
-    for item in islice(rest, _FIRST_READS):
-        start_s = time.monotonic()
-        value = function(item)
-        spent_s += time.monotonic() - start_s
-        yield value
-        if spent_s >= _LATE_S:
-            break
-    if spent_s < _LATE_S:
+    rest, start_s = iter(items), time.monotonic()
+    first = [function(item) for item in islice(rest, _FIRST_READS)]
+    is_late = time.monotonic() - start_s >= _LATE_S
+    yield from first
+    if not is_late:
         yield from map(function, rest)
         return
-    with ThreadPoolExecutor(_THREADS) as pool:
-        # Each thread gets a context, so that ``remembering`` holds in it, too.
-        others = [(copy_context(), item) for item in rest]
-        yield from pool.map(lambda one: one[0].run(function, one[1]), others)
+    # ``remembering`` holds in the threads, too.
+    with ThreadPoolExecutor(_THREADS, initializer=_known.set, initargs=(_known.get(),)) as pool:
+        yield from pool.map(function, rest)
 
 
-# What a file is, by its first bytes
+# What a file is
 
 
 def read_start(path: Path) -> bytes:
@@ -279,25 +159,27 @@ def check_present(path: Path) -> bytes:
         raise unreadable(path, error) from error
     if not head:
         raise CheckpointError(f"{path}: empty file", AGAIN)
-    if found := _by_content(path, head, may_be_text=False):
+    if found := _by_content(path, head) or _by_text(path, head):
         raise found
     return head
 
 
-def _by_content(path: Path, head: bytes, *, may_be_text: bool) -> CheckpointError | None:
-    """Return the error for a file of a known other kind, or for a text."""
-    if is_safetensors(head) or is_legacy(head):  # the length can equal any magic number
+def _by_content(path: Path, head: bytes) -> CheckpointError | None:
+    """Return the error for a file of a known other kind."""
+    # The length at the beginning of a safetensors file can equal any magic number.
+    is_read = is_safetensors(head) or is_legacy(head) or head.startswith((b"PK", b"GGUF"))
+    if is_read and path.suffix != ".distcp":  # whose folder is to be given
         return None
-    found = _recognised("name", path.name, path) or _recognised(
-        "head", head.decode("latin-1"), path
-    )
-    if found or may_be_text:
-        return found
+    by_name = _recognised("name", path.name, path)
+    return by_name or _recognised("head", head.decode("latin-1"), path)
+
+
+def _by_text(path: Path, head: bytes) -> CheckpointError | None:
     try:
         text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
     except UnicodeDecodeError:
         return None
-    if any(letter < " " and letter not in "\t\n\r\f" for letter in text):
+    if is_safetensors(head) or any(one < " " and one not in "\t\n\r\f" for one in text):
         return None
     return CheckpointError(
         f"{path}: a text file, not a checkpoint; it begins with {one_line(text, 60)!r}",
@@ -307,12 +189,15 @@ def _by_content(path: Path, head: bytes, *, may_be_text: bool) -> CheckpointErro
 
 def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
     """Return the error for ``path`` by the first row of the table whose pattern occurs in ``text``."""
+    import tomllib  # a sound checkpoint needs no table
+
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     flags = re.DOTALL | re.ASCII if column == "head" else re.MULTILINE
-    for of, pattern, what, repair in _TABLE:
-        if of != column or not (found := [*re.finditer(pattern, text, flags)]):
+    for pattern, what, repair in table["rows"][column]:
+        if not (found := [*re.finditer(pattern, text, flags)]):
             continue
         unpacked = path.with_suffix("") if path.suffix in _PACKED else f"{path}.unpacked"
-        words = {
+        words = table["phrases"] | {
             "path": path,
             "file": quote(str(path)),
             "name": path.name,
@@ -321,8 +206,10 @@ def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
             "decrypted": quote(f"{path}.decrypted"),
             "first": found[0][0],
             "found": one_line(few([one[0] for one in found])),
-            "lacks": "no index" if "config.json" in text.split("\n") else "no config.json and no index",
-        }  # fmt: skip
+            "lacks": "no index"
+            if "config.json" in text.split("\n")
+            else "no config.json and no index",
+        }
         message, advice = (one.format(*found[0].groups(), **words) for one in (what, repair))
         return CheckpointError(f"{path}: {message}", advice)
     return None
@@ -339,7 +226,8 @@ def other_zip(path: Path, names: Sequence[str]) -> CheckpointError | None:
         return found
     files = [name for name in names if not name.endswith("/")]
     content = f" of other files: {one_line(few(files))}" if files else ""
-    return CheckpointError(f"{path}: a zip archive{content}", f"{_UNPACK}unzip {quote(str(path))}")
+    repair = f"unpack it, and give the checkpoint in it: unzip {quote(str(path))}"
+    return CheckpointError(f"{path}: a zip archive{content}", repair)
 
 
 # Errors for one fault each
@@ -347,8 +235,8 @@ def other_zip(path: Path, names: Sequence[str]) -> CheckpointError | None:
 
 def resaving(path: Path) -> str:
     """Return the repair to load a file with torch.load, and to save the weights again."""
-    way = _saving("torch.load(p, weights_only=True)")
-    return f"save it again: {way.format(file=quote(str(path)))}"
+    code = "p = sys.argv[1]; torch.save(torch.load(p, weights_only=True), p + '.new')"
+    return f'save it again: python -c "import sys, torch; {code}" {quote(str(path))}'
 
 
 def unknown(path: Path, head: bytes) -> CheckpointError:
@@ -389,11 +277,11 @@ def broken_link(path: Path) -> CheckpointError | None:
     except (OSError, ValueError):  # the path is no link, or no valid file name
         return None
     what = f"{path}: a broken symbolic link to {one_line(str(target))}, which does not exist"
+    repair = "restore the file to which the link leads, or correct the link"
     if target.parent.name == "blobs" and (name := hub_id(path.parent)):
-        return CheckpointError(
-            f"{what}: a file of {name} was removed from the cache of the Hub", f"hf download {name}"
-        )
-    return CheckpointError(what, "restore the file to which the link leads, or correct the link")
+        what = f"{what}: a file of {name} was removed from the cache of the Hub"
+        repair = f"hf download {name}"
+    return CheckpointError(what, repair)
 
 
 # Paths, and models of the Hub
@@ -443,8 +331,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict; raise ValueError if a key occurs twice."""
     content = dict(pairs)
     if len(content) != len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        twice = next(name for name, count in counts.items() if count > 1)
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{shown(twice)} occurs twice")
     return content
 
@@ -452,7 +339,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointError:
     if not text:
         return CheckpointError(f"{path}: empty file", AGAIN)
-    if found := _by_content(path, text[:_HEAD_BYTES], may_be_text=True):
+    if found := _by_content(path, text[:_HEAD_BYTES]):
         return found
     if text.lstrip().startswith(b"{") and not text.rstrip().endswith(b"}"):
         return CheckpointError(f"{path}: truncated: the JSON object has no end", AGAIN)
@@ -462,10 +349,10 @@ def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointErro
 # Folders
 
 
-def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each kind)
+def no_model(folder: Path) -> CheckpointError:
     """Return the error for a folder that is no checkpoint: what it is, and the path to give instead."""
     names = sorted(entry.name for entry in folder.iterdir())
-    weights = [name for name in names if name.endswith(WEIGHTS)]
+    weights = [folder / name for name in names if name.endswith(WEIGHTS)]
     for name in names:
         is_read = name == "config.json" or name.endswith((*WEIGHTS, ".index.json"))
         if is_read and (broken := broken_link(folder / name)):
@@ -475,37 +362,31 @@ def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each ki
     if ADAPTER in names:
         base = object_in(folder / ADAPTER, MIB).get("base_model_name_or_path")
         named = one_line(str(base), 100) if base else "a model that it does not name"
-        alone = f"; for the adapter alone: {folder / weights[0]}" if weights else ""
-        return CheckpointError(
-            f"{folder}: an adapter of {named}, not a whole model",
+        what = f"an adapter of {named}, not a whole model"
+        repair = (
             "merge it into its base, and give the merged model's folder: merge_and_unload() of peft,"
-            f" then save_pretrained(FOLDER){alone}",
+            " then save_pretrained(FOLDER)"
         )
-    if step := named_step(folder):
+        repair += f"; for the adapter alone: {weights[0]}" if weights else ""
+    elif step := named_step(folder):
         tag, inner = step
         what = f"{tag.name} names the step {inner.name}, which is not here"
         repair = "copy that folder too, or give the folder of another step"
         if inner.is_dir():
             what = f"its weights are in a step of a training run: {inner.name}"
             repair = f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}"
-        return CheckpointError(f"{folder}: {what}", repair)
-    if "modules.json" in names and not {"config.json", pipeline.INDEX} & {*names}:
-        what = "a sentence-transformers folder without"
-        if weights:
-            repair = f"give the file: {folder / weights[0]}"
-            return CheckpointError(f"{folder}: {what} a transformer", repair)
-        return CheckpointError(f"{folder}: {what} weights", "copy the whole folder")
-    if found := _recognised("folder", "\n".join(names), folder):
+    elif "modules.json" in names and not {"config.json", pipeline.INDEX} & {*names}:
+        what = f"a sentence-transformers folder without {'a transformer' if weights else 'weights'}"
+        repair = f"give the file: {weights[0]}" if weights else "copy the whole folder"
+    elif found := _recognised("folder", "\n".join(names), folder):
         return found
-    if models := models_below(folder):
-        return CheckpointError(
-            f"{folder}: no config.json, but folders with models: {one_line(few(models))}",
-            f"give one of them: {folder / models[0]}",
-        )
-    return CheckpointError(
-        f"{folder}: not a checkpoint: no config.json, no index and no weights in it",
-        "give the checkpoint file itself, or a folder that save_pretrained or `weighin convert` made",
-    )
+    elif models := models_below(folder):
+        what = f"no config.json, but folders with models: {one_line(few(models))}"
+        repair = f"give one of them: {folder / models[0]}"
+    else:
+        what = "not a checkpoint: no config.json, no index and no weights in it"
+        repair = "give the checkpoint file itself, or a folder that save_pretrained or `weighin convert` made"
+    return CheckpointError(f"{folder}: {what}", repair)
 
 
 def models_below(folder: Path) -> list[str]:

@@ -77,8 +77,7 @@ _ALIGNMENT: Final = 32
 _COMFY: Final = "comfy.gguf.orig_shape."  # before a tensor's name: the shape in the model
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _CONVERT: Final = "convert the model to GGUF again with a current llama.cpp"
-_STEP_ELEMENTS: Final = 64 * 1024  # the package gguf takes 20 bytes for each of them
-# Of the rows that are yielded: the heap keeps the memory of larger arrays after they are freed.
+# The package gguf takes 20 bytes for each element, and the heap keeps the memory of larger arrays.
 _FEW_ELEMENTS: Final = 32 * 1024
 
 
@@ -128,13 +127,13 @@ def read(path: Path) -> Checkpoint:
         stem, _, count = match.groups()
         names = (f"{stem}-{number:05d}-of-{count}{_SUFFIX}" for number in range(1, int(count) + 1))
         parts = [file.with_name(name) for name in names]
-        if absent := next((part for part in parts if not part.is_file()), None):
-            raise CheckpointError(
-                f"{file}: one of {int(count)} parts of a model, but the part {absent.name} is missing",
-                "copy or download the missing part into the folder of the others",
-            )
     places: dict[str, Slice] = {}
     for part in parts:
+        if len(parts) > 1 and not part.is_file():
+            raise CheckpointError(
+                f"{file}: one of {len(parts)} parts of a model, but the part {part.name} is missing",
+                "copy or download the missing part into the folder of the others",
+            )
         metadata, tensors = read_tables(part)
         of = metadata.get("split.count", 1)
         if isinstance(of, int) and of > len(parts):
@@ -143,10 +142,9 @@ def read(path: Path) -> Checkpoint:
                 f"name the parts as llama.cpp does: {part.stem}-00001-of-{of:05d}{_SUFFIX}",
             )
         for place in tensors:
-            if twice := places.get(place.name):
+            if (twice := places.setdefault(place.name, place)) is not place:
                 what = f"{shown(place.name)} is also in {twice.file.name!r}"
                 raise CheckpointError(f"{part}: {what}", AGAIN)
-            places[place.name] = place
     found = Checkpoint(places.values())
     found.format, found.files = NAME, tuple(parts)
     return found
@@ -158,9 +156,8 @@ def read_tables(file: Path) -> tuple[Mapping[str, Any], list[Slice]]:
     def opened() -> tuple[Mapping[str, Any], list[Slice]]:
         if not check_present(file).startswith(_MAGIC):
             what = "not a GGUF file, although its name ends like one: the file does not begin with GGUF"
-            raise CheckpointError(
-                f"{file}: {what}", "rename it, with the suffix of its real format"
-            )
+            repair = "rename it, with the suffix of its real format"
+            raise CheckpointError(f"{file}: {what}", repair)
         try:
             with file.open("rb") as stream:
                 return _Tables(file, stream).read()
@@ -194,20 +191,19 @@ class _Tables:
             metadata[key] = self._value(self._number("<I"), is_shape=key.startswith(_COMFY))
         entries = []
         for _ in range(tensors):
-            name = self._text()
-            dimensions = min(self._number("<I"), MOST_DIMENSIONS + 1)
+            name, dimensions = self._text(), min(self._number("<I"), MOST_DIMENSIONS + 1)
             shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
-            own = metadata.get(f"{_COMFY}{name}", shape)
-            entries.append((name, shape, own, self._number("<I"), self._number("<Q")))
+            entries.append((name, shape, self._number("<I"), self._number("<Q")))
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0:
             raise damaged(self._file, "general.alignment is no positive number", AGAIN)
         start = -(-self._stream.tell() // alignment) * alignment
-        return metadata, [self._place(start, *entry) for entry in entries]
+        return metadata, [
+            self._place(name, shape, metadata.get(f"{_COMFY}{name}", shape), kind, start + at)
+            for name, shape, kind, at in entries
+        ]
 
-    def _place(
-        self, start: int, name: str, shape: tuple[int, ...], own: Any, kind: int, at: int
-    ) -> Slice:
+    def _place(self, name: str, shape: tuple[int, ...], own: Any, kind: int, at: int) -> Slice:
         """Return the place of a tensor; its shape in the model is ``own``, which ComfyUI flattens."""
         if kind not in TYPES:
             what = f"{shown(name)} has the type {kind} of ggml, which weighin does not know"
@@ -219,11 +215,11 @@ class _Tables:
         if not fits or prod(shape[-1:]) % block:
             what = f"{shown(name)} has the shape {own}, which torch cannot represent"
             raise damaged(self._file, f"{what}, or which has no whole blocks of {encoding}", AGAIN)
-        length, offset = prod(shape) // block * block_bytes, start + at
-        if offset + length > self._size:
-            raise truncated(self._file, shown(name), offset + length, self._size)
+        length = prod(shape) // block * block_bytes
+        if at + length > self._size:
+            raise truncated(self._file, shown(name), at + length, self._size)
         dtype = _DTYPES.get(encoding, "float32")  # of dequantised elements
-        place = name, own, row_major(own), dtype, self._file, offset, offset, length
+        place = name, own, row_major(own), dtype, self._file, at, at, length
         return Slice(*place, encoding="" if encoding in _DTYPES else encoding)
 
     def _value(self, kind: int, depth: int = 1, *, is_shape: bool = False) -> Any:
@@ -249,8 +245,9 @@ class _Tables:
         """Return the number of the entries that follow, if the file may hold so many."""
         count: int = self._number("<Q")
         if count * least_bytes > self._size - self._stream.tell():
-            what = f"truncated: {count:,} entries do not fit into the file's {self._size:,} bytes"
-            raise CheckpointError(f"{self._file}: {what}", AGAIN)
+            raise self._truncated(
+                f"{count:,} entries do not fit into the file's {self._size:,} bytes"
+            )
         self._values += count * values
         if self._values > _MOST_VALUES:
             what = "too many values in its metadata, or tensors, for weighin to read in one file"
@@ -272,12 +269,14 @@ class _Tables:
     def _take(self, length: int) -> bytes:
         taken = self._stream.read(length)
         if len(taken) < length:
-            what = f"truncated: the file ends at byte {self._size:,}, within its tables"
-            raise CheckpointError(f"{self._file}: {what}", AGAIN)
+            raise self._truncated(f"the file ends at byte {self._size:,}, within its tables")
         return taken
 
     def _skip(self, length: int) -> None:
         self._stream.seek(min(length, self._size), os.SEEK_CUR)
+
+    def _truncated(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._file}: truncated: {what}", AGAIN)
 
 
 def check_decoded(places: Iterable[Slice]) -> None:
@@ -299,37 +298,29 @@ def rows(where: Slice) -> "Iterator[torch.Tensor]":
             yield piece.view(-1, columns)
 
 
-def decoded(where: Slice, piece_elements: int) -> "Iterator[torch.Tensor]":
+def decoded(where: Slice, piece_elements: int = _FEW_ELEMENTS) -> "Iterator[torch.Tensor]":
     """Yield the elements in order, as flat float32 tensors of at most ``piece_elements`` elements."""
     import numpy as np
     import torch
 
     check_decoded([where])
+    block, size = 1, where.dtype.itemsize
     if where.encoding:
         with extra("gguf", f"reading {shown(where.name)}, which is quantised to {where.encoding},"):
             from gguf import GGMLQuantizationType, quants
         kind = GGMLQuantizationType[where.encoding]
         _, block, size = TYPES[kind]
-    else:
-        block, size = 1, where.dtype.itemsize
     piece_bytes = piece_elements // block * size
     with where.file.open("rb") as file:
         file.seek(where.offset)
         for start in range(0, where.storage_bytes, piece_bytes):
-            wanted = min(piece_bytes, where.storage_bytes - start)
-            content = file.read(wanted)
-            if len(content) < wanted:
+            content = file.read(min(piece_bytes, where.storage_bytes - start))
+            if len(content) < min(piece_bytes, where.storage_bytes - start):
                 what = "another program truncated the file while weighin read it"
                 raise CheckpointError(f"{where.file}: {what}", AGAIN)
-            if not where.encoding:
-                yield torch.frombuffer(bytearray(content), dtype=where.dtype).float()
-                continue
-            codes = np.frombuffer(content, np.uint8)
-            values = np.empty(wanted // size * block, np.float32)
-            step = _STEP_ELEMENTS // block
-            for first in range(0, wanted // size, step):
-                part = codes[first * size : (first + step) * size]
+            if where.encoding:
                 with np.errstate(all="ignore"):  # a scale may be infinite
-                    found = quants.dequantize(part, kind)
-                values[first * block : first * block + found.size] = found
-            yield torch.from_numpy(values)
+                    values = quants.dequantize(np.frombuffer(content, np.uint8), kind)
+                yield torch.from_numpy(np.array(values, np.float32))
+            else:
+                yield torch.frombuffer(bytearray(content), dtype=where.dtype).float()
