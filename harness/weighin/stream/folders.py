@@ -310,7 +310,7 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
             values[name] = Opaque("pickled object")
             continue
         found.append(_dcp_tensor(path, name, tensor, places.get(name, {}), archives))
-        keys = paths.get(name) if isinstance(paths, dict) else None
+        keys: Any = paths.get(name) if isinstance(paths, dict) else None
         # A part is the key in a dict or the index in a list; to print another value may take for ever.
         is_path = isinstance(keys, tuple) and 1 < len(keys) <= _DEEPEST
         if is_path and all(isinstance(one, str | int) for one in keys):
