@@ -13,16 +13,12 @@ from weighin.units import format_latency, format_rate
 CacheState = Literal["cold", "warm", "as found"]
 Operation = Literal["load", "save", "command"]
 
-_LONGEST_ARGUMENTS: Final = 64
-_KEPT_ARGUMENTS: Final = 48
-
 FORWARD: Final = "forward"
 """A use of a loaded model: what a cell can do with it after the load. A user's own use is a Python file with
 a function ``use(model)``, whose name without ".py" is that of the use.
 """
 NONE: Final = "none"
 """Stands in place of a use if the measurement ends when the model is loaded."""
-
 TO_DEVICE: Final = "to-device"
 SAVE: Final = "save"
 FORK: Final = "fork"
@@ -38,7 +34,6 @@ USES: Final = {
     FORK: "Fork two processes that write every weight.",
 }
 """Maps the name of each of weighin's own uses to one line of help."""
-
 TRAINING: Final = ("sgd", "adamw")
 """The uses that need the gradient of every parameter."""
 
@@ -67,9 +62,8 @@ class ModelSpec:
         """The name in tables and files: "gpt2-xl", or for a name that is only the builder's function, the
         builder with its arguments: "mynets:build(width=64)".
         """
-        if self.name != self.builder.rpartition(":")[2]:
-            return self.name
-        return with_arguments(self.builder, self.kwargs)
+        is_own = self.name != self.builder.rpartition(":")[2]
+        return self.name if is_own else with_arguments(self.builder, self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -102,17 +96,9 @@ class Cell:
         cls, label: str, command: tuple[str, ...], isolation: str, **fields: Any
     ) -> Self:
         """Return the cell that measures a command; ``fields`` sets further fields of the cell."""
+        fields = {"operation": "command", "cache": "as found", "passes": 0, **fields}
         return cls(
-            ModelSpec("", ""),
-            label,
-            isolation,
-            dtype="",
-            format="",
-            cache=fields.pop("cache", "as found"),
-            passes=0,
-            operation="command",
-            command=command,
-            **fields,
+            ModelSpec("", ""), label, isolation, dtype="", format="", command=command, **fields
         )
 
     @cached_property
@@ -120,13 +106,12 @@ class Cell:
         """The name that all repeats of this cell share: the strategy, and a hash of the fields that do
         not have their default value. It stays the same when a later version of weighin adds a field.
         """
-        usual = Cell(ModelSpec("", ""), "", "")
-        fields = {
-            each.name: value
-            for each in dataclass_fields(self)
-            if (value := getattr(self, each.name)) != getattr(usual, each.name)
-            and each.name != "repeat"
-        }
+        usual, names = (
+            Cell(ModelSpec("", ""), "", ""),
+            [each.name for each in dataclass_fields(self)],
+        )
+        fields = {name: getattr(self, name) for name in names if name != "repeat"}
+        fields = {n: value for n, value in fields.items() if value != getattr(usual, n)}
         fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}
         text = json.dumps(fields, sort_keys=True, default=str)
         return f"{self.strategy}-{_digest(text)[:10]}"
@@ -142,9 +127,7 @@ class Cell:
     @property
     def settings(self) -> tuple[str, ...]:
         """The cell's environment variables as sorted texts: ("MALLOC_ARENA_MAX=2",)."""
-        return tuple(
-            one_line(f"{name}={value}") for name, value in sorted(self.environment.items())
-        )
+        return tuple(one_line(f"{name}={one}") for name, one in sorted(self.environment.items()))
 
     @property
     def disk(self) -> tuple[str, ...]:
@@ -195,8 +178,8 @@ def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:
     """Return a name followed by arguments, without spaces: "nets:build(width=64)"."""
     short = partial(json.dumps, sort_keys=True, separators=(",", ":"), default=str)
     text = ",".join(f"{key}={short(kwargs[key])}" for key in sorted(kwargs))
-    if len(text) > _LONGEST_ARGUMENTS:
-        text = f"{text[:_KEPT_ARGUMENTS]}...{_digest(text)[:8]}"
+    if len(text) > 64:
+        text = f"{text[:48]}...{_digest(text)[:8]}"
     return f"{name}({text})" if text else name
 
 
@@ -212,14 +195,11 @@ def encode_job(job: Job) -> str:
 
 def decode_job(text: str) -> Job:
     fields: dict[str, Any] = json.loads(text)
-    cell = fields.pop("cell")
-    cell["command"] = tuple(cell["command"])
-    model = ModelSpec(**cell.pop("model"))
-    for name in ("python_path", "mounts"):
-        fields[name] = tuple(fields[name])
-    if body := fields.pop("body"):
-        body = Body(body["path"], tuple(body["pytest_arguments"]))
-    return Job(cell=Cell(model=model, **cell), body=body, **fields)
+    cell, body = fields.pop("cell"), fields.pop("body")
+    cell |= {"model": ModelSpec(**cell["model"]), "command": tuple(cell["command"])}
+    fields |= {name: tuple(fields[name]) for name in ("python_path", "mounts")}
+    body = Body(body["path"], tuple(body["pytest_arguments"])) if body else None
+    return Job(cell=Cell(**cell), body=body, **fields)
 
 
 def phase_of(use: str) -> str:

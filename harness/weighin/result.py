@@ -1,9 +1,8 @@
 """Define the record of a cell (one measurement): a ``Result``. results/README.md says of every field
-what it is, when it is None, and whether it is exact or sampled.
+what it is, when it is None (not measured, never zero), and whether it is exact or sampled.
 
-Times come from the machine's monotonic clock. None means that a figure was not measured, never that
-the figure was zero. A ``peak`` is a high-water mark that the kernel or the allocator keeps, and a
-``sampled`` size is the maximum of the sampler's readings.
+Times come from the machine's monotonic clock. A ``peak`` is a high-water mark that the kernel or the
+allocator keeps, and a ``sampled`` size is the maximum of the sampler's readings.
 """
 
 from collections.abc import Sequence
@@ -19,18 +18,13 @@ IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import 
 """The phases in which a worker imports the class of a model, before the load begins."""
 UNNAMED: Final = "other"
 """The name of the phase for time outside all named phases, or for a whole load without phases."""
-OURS: Final = (
-    "import", *IMPORTS_OF_LIBRARIES, "prepare", "touch", "sync", "verify", "forward", UNNAMED,
-)  # fmt: skip
-"""The names of weighin's own phases, which a strategy must not use."""
-
-_BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
-"""A worker's own phases before the load."""
-
 UNTIL_READY: Final = ("touch", "sync")
 """The phases that end at ``ready``: "touch" reads every byte of a loaded model, and "sync" writes every
 byte of a saved checkpoint to the disk.
 """
+_BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
+OURS: Final = (*_BEFORE_LOAD, *UNTIL_READY, "verify", "forward", UNNAMED)
+"""The names of weighin's own phases, which a strategy must not use."""
 
 NOT_DROPPED: Final = "not dropped"
 """The page-cache state of a cell planned as ``cold`` if pages of its checkpoint stayed cached."""
@@ -104,13 +98,9 @@ class Sample:
     @property
     def needed_bytes(self) -> int:
         """What the kernel cannot reclaim without swap."""
+        kernel = max((self.kernel_bytes or 0) - (self.kernel_reclaimable_bytes or 0), 0)
         pages = self.anon_bytes + self.shmem_bytes + (self.locked_bytes or 0)
-        return pages + self.kernel_needed_bytes
-
-    @property
-    def kernel_needed_bytes(self) -> int:
-        own = (self.kernel_bytes or 0) - (self.kernel_reclaimable_bytes or 0)
-        return max(own, 0) + (self.socket_bytes or 0)
+        return pages + kernel + (self.socket_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +253,6 @@ class Kill:
     limit_bytes: int | None = None
     limit_is: str = ""
     kernel_bytes: int | None = None
-
-    @property
-    def limit_place(self) -> str:
-        """Where the cgroup with the limit is, for a sentence: "around it"; empty if unknown."""
-        places = {"around": "around it", "below": "below its own", "elsewhere": "outside its own"}
-        return places.get(self.limit_is, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ran_commands import make_command
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import RecordError
 from weighin.records import run_folder
-from weighin.records.floor import Aim, Search
+from weighin.records.floor import Aim, Floor
 from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Outcome, Peaks, Result
 
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Path:
 )
 def test_a_search_finds_the_result_of_the_cell_that_it_planned(cell: Cell, run: Path) -> None:
     result = run_folder.append(run, make_result(cell))
-    assert Search(cell, [result], Aim.ENDS).results == [result]
+    assert Floor(cell, [result], Aim.ENDS).results == [result]
 
 
 def test_what_was_appended_is_read_back(run: Path) -> None:

@@ -16,7 +16,7 @@ from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
-from weighin.records.floor import Aim, Search
+from weighin.records.floor import Aim, Floor
 from weighin.records.verdict import Reference, reference_of
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.settings.definition import Settings
@@ -83,7 +83,7 @@ class Run:
 
     def unlimited_result(self, cell: Cell) -> Result | None:
         is_limited = cell.ram_limit_bytes is not None
-        return Search(cell, self.results, self.settings.aim).unlimited if is_limited else None
+        return Floor(cell, self.results, self.settings.aim).first if is_limited else None
 
     def reference_for(self, cell: Cell) -> Reference | None:
         """Return the figures of the same cell without a limit, which prove that it thrashes; None if it may thrash."""

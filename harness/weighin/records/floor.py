@@ -1,23 +1,18 @@
 """Search and compute RAM floors: the smallest RAM limit under which a load or command survives, or
 just ends. Both need only the results so far, so that an interrupted search can be resumed.
 
-A limit *works* if every cell (measurement) under it ended ok. It *fails* if, in a cell under it, the
-kernel killed a process for lack of memory, the cell timed out, or, for a floor that a load *survives*
-(``Aim``), the cell thrashes (``weighin.records.verdict``).
+A limit *works* if every cell (measurement) under it ended ok, and *fails* if one was killed for lack of
+memory, timed out, or thrashed (``weighin.records.verdict``) in a search for a floor that a load *survives*.
+The floor is the smallest working limit above all failing limits. It is confirmed if ``PASSES`` cells end ok
+under it, and one fails at most ``COARSEST`` of the floor, or ``finest_step``, below it.
 
-The floor is the smallest working limit above all failing limits. It is confirmed if ``PASSES`` cells
-end ok under it, and a cell fails under a limit that is smaller by at most ``COARSEST`` of the floor,
-or by at most ``finest_step``. A cell that fails for a reason other than memory, or that is not ok
-without a limit, ends the search without a floor.
-
-The first cell of a search has no limit, and gives an estimate of the floor: the first limit to try.
-The next limits move away from it until one works and one fails. The search then halves the interval
-between the largest failing and the smallest working limit, until it is one step; repeats the cell
-under the smallest working limit; and measures one cell under a limit 10 % larger.
+The cell without a limit comes first, and gives the first limit to try. The next limits move away from it
+until one works and one fails. The search then halves the interval between them until it is one step; repeats
+the cell under the smallest working limit; and measures one cell under a limit 10 % larger.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import Final
 
@@ -29,7 +24,6 @@ from weighin.units import MIB, format_bytes, format_exact
 
 PASSES: Final = 3
 COARSEST: Final = 0.10
-"""A reported floor exceeds the largest failing limit by this share at most, or ``finest_step``."""
 ROOM: Final = 1.1
 """A search also measures a cell under ``ROOM`` times the floor, to show how long it takes there."""
 KILLED: Final = "killed"
@@ -42,6 +36,7 @@ _BESIDE_COPIES_BYTES: Final = 4 * MIB
 _PAGE_TABLE_SHARE: Final = 512
 # The limit of a mapped load must also cover the pages of libraries and of the file that are in use.
 _BESIDE_BYTES: Final = 16 * MIB
+_LACKING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT, Outcome.THRASHING)
 
 
 class Aim(StrEnum):
@@ -49,26 +44,69 @@ class Aim(StrEnum):
     ENDS = "ends"
 
 
-@dataclass(frozen=True, slots=True)
+def searched(cell: Cell) -> Cell:
+    """Remove the limit and repeat number of a cell; cells that are then equal share one floor."""
+    return replace(cell, ram_limit_bytes=None, repeat=0)
+
+
+def finest_step(cell: Cell) -> int:
+    return MIB if cell.operation == "command" else 8 * MIB
+
+
 class Floor:
-    """The RAM floor of a load or command; without one, ``bytes`` is None and ``message`` says why.
-    results/README.md describes the other fields, which ``weighin floor --json`` prints.
+    """The search for the RAM floor of a load or command, as far as its results show. Without a floor,
+    ``bytes`` is None and ``message`` says why; results/README.md describes what ``weighin floor --json`` prints.
+
+    Attributes:
+        first: the first result without a limit.
+        stop: which result ends the search without a floor; empty if none does.
+        failing_bytes, working_bytes: the floor is above the one, and not above the other.
+        oks: the number of cells that ended ok under ``working_bytes``.
     """
 
-    cell: Cell
-    cells: int
-    aim: Aim
-    model_bytes: int | None
-    import_bytes: int | None
-    unlimited: Typical | None
-    bytes: int | None = None
-    message: str = ""
-    step_bytes: int | None = None
-    below: str = ""
-    passed: int = 0
-    failed: int = 0
-    at_floor: Typical | None = None
-    with_room: Typical | None = None
+    def __init__(self, cell: Cell, results: Iterable[Result], aim: Aim) -> None:
+        self.cell, self.aim = searched(cell), aim
+        self.results = ours = [one for one in results if searched(one.cell) == self.cell]
+        self.by_limit = grouped(ours, lambda one: one.cell.ram_limit_bytes)
+        self.first = next(iter(self.by_limit.get(None, ())), None)
+        self.stop, judgements = why_stopped(ours), judge_all(ours)
+        ends = {
+            limit: [_failure(one, judgements[one.cell.id], aim) for one in repeats]
+            for limit, repeats in self.by_limit.items()
+            if limit is not None
+        }
+        failing = max((each for each in ends if any(ends[each])), default=None)
+        works = (each for each in ends if {*ends[each]} == {""} and each > (failing or 0))
+        working = min(works, default=None)
+        self.failing_bytes, self.working_bytes = failing, working
+        self.oks = len(ends.get(working or 0, ()))
+
+        self.cells = len(ours)
+        self.model_bytes = next((one.model_bytes for one in ours if one.model_bytes), None)
+        self.import_bytes = middle(one.import_bytes for one in ours)
+        self.message = self.stop or self._lacking()
+        self.bytes = found = None if self.message else working
+        self.room_bytes = round((working or 0) * ROOM / MIB) * MIB
+        self.step_bytes = found - (failing or 0) if found else None
+        failed = [*filter(None, ends.get(failing or 0, ()))] if found else []
+        self.below, self.failed = ", ".join(dict.fromkeys(failed)), len(failed)
+        self.passed = self.oks if found else 0
+        lives = {each: typical(same, judgements) for each, same in self.by_limit.items()}
+        self.unlimited = lives.get(None)
+        self.at_floor = lives[found] if found else None
+        self.with_room = lives.get(self.room_bytes) if found else None
+
+    def _lacking(self) -> str:
+        """Say what a search that no result stopped lacks for a floor; empty if nothing."""
+        failing, working = self.failing_bytes, self.working_bytes
+        if working is None:
+            return f"fails even under {format_bytes(failing)}" if failing else "not searched"
+        if failing is None:
+            return f"works even under {format_bytes(working)}"
+        is_wide = working - failing > max(finest_step(self.cell), int(working * COARSEST))
+        between = f"above {format_bytes(failing)}, at most {format_bytes(working)}"
+        is_open = is_wide or self.oks < PASSES
+        return f"{between}: the search is not finished" if is_open else ""
 
     @property
     def per_model(self) -> float | None:
@@ -86,6 +124,34 @@ class Floor:
         return spent_ns / unlimited_ns if spent_ns and unlimited_ns else None
 
 
+def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | None:
+    """Return in words how a result shows that its limit fails; empty if it shows that its limit works,
+    None if it shows neither, as a cell for ``Aim.ENDS`` that weighin killed because it thrashed.
+    """
+    if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
+        return KILLED
+    if result.outcome is Outcome.TIMEOUT:
+        allowed_s = result.stopped.timeout_s if result.stopped else None
+        return f"timed out after {allowed_s:g} s" if allowed_s else "timed out"
+    is_ok, is_ended = result.outcome is Outcome.OK, result.outcome is Outcome.THRASHING
+    thrashes = is_ended or (is_ok and judgement and judgement.verdict is Verdict.THRASHES)
+    if thrashes and aim is Aim.SURVIVES:
+        return Verdict.THRASHES.value
+    return "" if is_ok else None
+
+
+def why_stopped(ours: Iterable[Result]) -> str:
+    """Say which result ends the search without a floor; empty if none does."""
+    for result in ours:
+        limit, outcome = result.cell.ram_limit_bytes, result.outcome
+        if outcome is Outcome.MEASUREMENT_FAILED:
+            return f"could not be measured: {result.message}"
+        if outcome is not Outcome.OK and (limit is None or outcome not in _LACKING):
+            where = "without a limit" if limit is None else f"under {format_exact(limit)}"
+            return f"{outcome} {where}" + f": {result.message}" * bool(result.message)
+    return ""
+
+
 def next_cell(
     cell: Cell,
     results: Iterable[Result],
@@ -97,16 +163,15 @@ def next_cell(
     ``within`` is the wanted precision, as a share of the floor, and ``highest`` the largest limit to
     try, in bytes.
     """
-    search = Search(cell, results, aim)
-    cell, failing, working = search.cell, search.failing_bytes, search.working_bytes
-    if search.stop or search.unlimited is None:
-        return None if search.stop else cell
-    finest = finest_step(cell)
-    estimate = _estimate(search.unlimited, aim) or finest
+    floor = Floor(cell, results, aim)
+    cell, failing, working = floor.cell, floor.failing_bytes, floor.working_bytes
+    if floor.stop or floor.first is None:
+        return None if floor.stop else cell
+    finest, repeats = finest_step(cell), floor.by_limit
+    estimate = _estimate(floor.first, aim) or finest
     # The step is a power of two, so that repeated searches try the same limits.
     coarsest = max(finest, int(min(estimate, working or estimate) * within))
     step = 1 << (coarsest.bit_length() - 1)
-    repeats = search.by_limit
     # The second and the third limit are one step away from the limit before; then the distance doubles.
     jump = step << max(0, len(repeats) - 3)
     least = max(step, _LEAST_OF_DOCKER) if cell.isolation == "docker" else step
@@ -120,15 +185,13 @@ def next_cell(
         limit = max(working - jump, least) if working > least else None
     elif working - failing > step:
         limit = failing + max(1, (working - failing) // step // 2) * step
-    elif search.passed < PASSES:
+    elif floor.oks < PASSES:
         limit = working
-    elif (room := _with_room(working)) not in repeats and room <= highest:
-        limit = room
-    return (
-        None
-        if limit is None
-        else replace(cell, ram_limit_bytes=limit, repeat=len(repeats.get(limit, ())))
-    )
+    elif floor.room_bytes not in repeats and floor.room_bytes <= highest:
+        limit = floor.room_bytes
+    if limit is None:
+        return None
+    return replace(cell, ram_limit_bytes=limit, repeat=len(repeats.get(limit, ())))
 
 
 def _estimate(first: Result, aim: Aim) -> int | None:
@@ -162,84 +225,10 @@ def remaining_ns(
     left_ns, times = 0, [result.cost.wall_ns for result in results if result.cost]
     for cell in cells if times else ():
         if next_cell(cell, results, within, highest, aim):
-            ours = Search(cell, results, aim).results
+            ours = Floor(cell, results, aim).results
             own = [result.cost.wall_ns for result in ours if result.cost] or times
             left_ns += max(TYPICAL_CELLS - len(ours), 1) * sum(own) // len(own)
     return left_ns if times else None
-
-
-def finest_step(cell: Cell) -> int:
-    return MIB if cell.operation == "command" else 8 * MIB
-
-
-def _with_room(floor_bytes: int) -> int:
-    return round(floor_bytes * ROOM / MIB) * MIB
-
-
-def searched(cell: Cell) -> Cell:
-    """Remove the limit and repeat number of a cell; cells that are then equal share one floor."""
-    return replace(cell, ram_limit_bytes=None, repeat=0)
-
-
-class Search:
-    """The results of the search for one floor so far, and what they show.
-
-    Attributes:
-        unlimited: the first result without a limit.
-        stop: which result ends the search without a floor; empty if none does.
-        failing_bytes, working_bytes: the floor is above the one, and not above the other.
-        passed: the number of cells that ended ok under ``working_bytes``.
-        failed: how each cell failed under ``failing_bytes``.
-    """
-
-    def __init__(self, cell: Cell, results: Iterable[Result], aim: Aim) -> None:
-        self.cell, self.aim = searched(cell), aim
-        self.results = [one for one in results if searched(one.cell) == self.cell]
-        self.by_limit = grouped(self.results, lambda one: one.cell.ram_limit_bytes)
-        self.unlimited = next(iter(self.by_limit.get(None, ())), None)
-        self.stop, self.judgements = why_stopped(self.results), judge_all(self.results)
-        ends = {
-            limit: [_failure(one, self.judgements[one.cell.id], aim) for one in repeats]
-            for limit, repeats in self.by_limit.items()
-            if limit is not None
-        }
-        self.failing_bytes = failing = max((each for each in ends if any(ends[each])), default=None)
-        works = (each for each in ends if {*ends[each]} == {""} and each > (failing or 0))
-        self.working_bytes = min(works, default=None)
-        self.passed = len(ends.get(self.working_bytes or 0, ()))
-        self.failed = tuple(filter(None, ends.get(failing or 0, ())))
-
-
-def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | None:
-    """Return in words how a result shows that its limit fails; empty if it shows that its limit works,
-    None if it shows neither, as a cell for ``Aim.ENDS`` that weighin killed because it thrashed.
-    """
-    if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
-        return KILLED
-    if result.outcome is Outcome.TIMEOUT:
-        allowed_s = result.stopped.timeout_s if result.stopped else None
-        return f"timed out after {allowed_s:g} s" if allowed_s else "timed out"
-    is_ok, is_ended = result.outcome is Outcome.OK, result.outcome is Outcome.THRASHING
-    thrashes = is_ended or (is_ok and judgement and judgement.verdict is Verdict.THRASHES)
-    if thrashes and aim is Aim.SURVIVES:
-        return Verdict.THRASHES.value
-    return "" if is_ok else None
-
-
-def why_stopped(ours: Iterable[Result]) -> str:
-    """Say which result ends the search without a floor; empty if none does. Under a limit, it is one
-    that was not killed for lack of memory, and did not time out or thrash.
-    """
-    lacking = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT, Outcome.THRASHING)
-    for result in ours:
-        limit = result.cell.ram_limit_bytes
-        if result.outcome is Outcome.OK or (limit is not None and result.outcome in lacking):
-            continue
-        if result.outcome is Outcome.MEASUREMENT_FAILED:
-            return f"could not be measured: {result.message}"
-        where = "without a limit" if limit is None else f"under {format_exact(limit)}"
-        return f"{result.outcome} {where}" + f": {result.message}" * bool(result.message)
-    return ""
 
 
 def floors(results: Iterable[Result]) -> list[Floor]:
@@ -248,42 +237,7 @@ def floors(results: Iterable[Result]) -> list[Floor]:
     """
     found = []
     for ours in grouped(results, lambda one: searched(one.cell).series).values():
-        searches = [Search(ours[0].cell, ours, aim) for aim in Aim]
-        if searches[0].unlimited:
-            survived, ended = map(_floor, searches)
+        survived, ended = (Floor(ours[0].cell, ours, aim) for aim in Aim)
+        if survived.first:
             found.append(ended if survived.bytes is None and ended.bytes else survived)
     return found
-
-
-def _floor(search: Search) -> Floor:
-    cell, ours, limit, failing = search.cell, search.results, search.working_bytes, search.failing_bytes  # fmt: skip
-    lives = {each: typical(same, search.judgements) for each, same in search.by_limit.items()}
-    floor = Floor(
-        cell=cell,
-        cells=len(ours),
-        aim=search.aim,
-        model_bytes=next((result.model_bytes for result in ours if result.model_bytes), None),
-        import_bytes=middle(result.import_bytes for result in ours),
-        unlimited=lives[None],
-    )
-    if search.stop:
-        return replace(floor, message=search.stop)
-    if limit is None:
-        fails = f"fails even under {format_bytes(failing)}" if failing else "not searched"
-        return replace(floor, message=fails)
-    if failing is None:
-        return replace(floor, message=f"works even under {format_bytes(limit)}")
-    is_wide = limit - failing > max(finest_step(cell), int(limit * COARSEST))
-    if is_wide or search.passed < PASSES:
-        between = f"above {format_bytes(failing)}, at most {format_bytes(limit)}"
-        return replace(floor, message=f"{between}: the search is not finished")
-    return replace(
-        floor,
-        bytes=limit,
-        step_bytes=limit - failing,
-        below=", ".join(dict.fromkeys(search.failed)),
-        passed=search.passed,
-        failed=len(search.failed),
-        at_floor=lives[limit],
-        with_room=lives.get(_with_room(limit)),
-    )

@@ -1,8 +1,7 @@
 """Compare a run's machine and software with those in the baseline file of ``weighin check``.
 
-Each difference has a policy. Another version of torch or of cgroups makes measurements
-incomparable, so the check fails. Another kernel or processor hardly affects memory, so the check
-warns, and judges no times.
+Each difference has a policy. Another version of torch or of cgroups makes measurements incomparable, so the
+check fails. Another kernel or processor hardly affects memory, so the check warns, and judges no times.
 """
 
 import hashlib
@@ -17,6 +16,15 @@ from weighin.units import GIB
 Policy = Literal["ignore", "warn", "fail"]
 Setting = str | int | float | bool | None
 
+CONCURRENT: Final = "concurrent_cells"
+"""The setting that tells how many cells ran at once, if above 1; times are then not judged."""
+# Times are not compared if one of these settings differs.
+_TIMING: Final = (
+    "machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*", CONCURRENT,
+)  # fmt: skip
+_FAILING: Final = (
+    "torch", "cuda", "gpu", "machine", "cgroup_version", "thp", "page_bytes", "settings.*",
+)  # fmt: skip
 _IGNORED: Final = (
     "isolation.image",  # in older records, a hash of versions that are settings themselves
     "isolation.groups",
@@ -28,16 +36,6 @@ _IGNORED: Final = (
     "governor",
     "swap_bytes",  # a cell gets no swap
 )
-_FAILING: Final = (
-    "torch", "cuda", "gpu", "machine", "cgroup_version", "thp", "page_bytes", "settings.*",
-)  # fmt: skip
-CONCURRENT: Final = "concurrent_cells"
-"""The setting that tells how many cells ran at once, if above 1; times are then not judged."""
-TIMING: Final = (
-    "machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*", CONCURRENT,
-)  # fmt: skip
-"""Times are not compared if one of these settings differs."""
-
 _OF_MACHINE: Final = (
     "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
     "gpu",
@@ -60,9 +58,8 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
     seen: dict[str, dict[str, Setting]] = {}
     for environment in environments:
         for name, value in _flat(environment):
-            plain = (
-                value if isinstance(value, str | int | float | bool | None) else json.dumps(value)
-            )
+            is_plain = isinstance(value, str | int | float | bool | None)
+            plain = value if is_plain else json.dumps(value)
             seen.setdefault(name, {})[_shown(plain)] = plain
     return {
         name: " | ".join(sorted(values)) if len(values) > 1 else next(iter(values.values()))
@@ -71,9 +68,7 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
 
 
 def fingerprint(environment: Mapping[str, Any]) -> str:
-    """Return a hash of processor, RAM, kernel, GPU and so on: machines with the same hash are of one
-    kind.
-    """
+    """Return a hash of processor, RAM, kernel, GPU and so on, which machines of one kind share."""
     settings = settings_of([environment])
     described = {name: settings.get(name) for name in _OF_MACHINE}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:8]
@@ -81,27 +76,23 @@ def fingerprint(environment: Mapping[str, Any]) -> str:
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
     """Return the policy for a setting that differs; the user's policies ``chosen`` come first."""
-    for pattern, policy in chosen.items():
-        if fnmatchcase(name, pattern):
-            return policy
-    if any(fnmatchcase(name, pattern) for pattern in _IGNORED):
-        return "ignore"
-    return "fail" if any(fnmatchcase(name, pattern) for pattern in _FAILING) else "warn"
+    usual: Mapping[Policy, Iterable[str]] = {"ignore": _IGNORED, "fail": _FAILING}
+    rules = [*chosen.items(), *((pattern, policy) for policy in usual for pattern in usual[policy])]
+    return next((policy for pattern, policy in rules if fnmatchcase(name, pattern)), "warn")
 
 
 def differences(
     was: Mapping[str, Setting], now: Mapping[str, Setting], chosen: Mapping[str, Policy]
 ) -> list[Difference]:
-    changed = [
-        Difference(name, was.get(name), now.get(name), policy_of(name, chosen))
+    return [
+        Difference(name, was.get(name), now.get(name), policy)
         for name in sorted({*was, *now})
-        if was.get(name) != now.get(name)
+        if was.get(name) != now.get(name) and (policy := policy_of(name, chosen)) != "ignore"
     ]
-    return [each for each in changed if each.policy != "ignore"]
 
 
 def spoils_times(found: Iterable[Difference]) -> bool:
-    return any(fnmatchcase(each.name, pattern) for each in found for pattern in TIMING)
+    return any(fnmatchcase(each.name, pattern) for each in found for pattern in _TIMING)
 
 
 def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

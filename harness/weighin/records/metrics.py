@@ -1,11 +1,10 @@
 """Read the figures of one record, and summarise them over the repeats of a measurement.
 
 ``FIGURES`` is the one list of figures: a new figure is a line there. Those with a name are compared by
-``weighin check``, with a default tolerance.
-The default tolerances come from repeated runs (docs/ci.md). Most of the variation is freed heap
-memory, which glibc keeps in some runs and returns to the kernel in others: 36 MiB in one run of six
-of the strategy per_module. peak_cgroup varies because the kernel charges the pages of torch's
-libraries to the process that reads them first.
+``weighin check``, with a default tolerance from repeated runs (docs/ci.md). Most of the variation is freed
+heap memory, which glibc keeps in some runs and returns to the kernel in others: 36 MiB in one run of six of
+the strategy per_module. peak_cgroup varies because the kernel charges the pages of torch's libraries to the
+process that reads them first.
 """
 
 from collections import Counter
@@ -29,8 +28,8 @@ from weighin.units import GIB, MIB, format_bytes, format_seconds, parse_bytes, p
 Direction = Literal["lower", "higher", "both"]
 """Whether a lower or a higher value is better; with "both", a change either way is a regression."""
 
-_OF_MODELS: Final[tuple[Operation, ...]] = ("load", "save")
 _LOADS: Final[tuple[Operation, ...]] = ("load",)
+_OF_MODELS: Final[tuple[Operation, ...]] = (*_LOADS, "save")
 _OF_COMMANDS: Final[tuple[Operation, ...]] = ("command",)
 _Number = TypeVar("_Number", int, float)
 _Item = TypeVar("_Item")
@@ -63,9 +62,8 @@ def latest(results: Iterable[Result]) -> list[Result]:
 def outcome_of(outcomes: Iterable[Outcome]) -> str:
     """Return the outcome that all repeats share, else all with their counts: "ok 2, timeout 1"."""
     counts = Counter(outcomes)
-    if len(counts) == 1:
-        return next(iter(counts)).value
-    return ", ".join(f"{outcome.value} {count}" for outcome, count in counts.items())
+    texts = [f"{outcome.value} {count}" for outcome, count in counts.items()]
+    return next(iter(counts)).value if len(counts) == 1 else ", ".join(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +106,6 @@ class Metric:
         return self.accuracy.startswith("exact")
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the column has integers: bytes, or a number without a unit."""
-        return self.unit in ("bytes", "")
-
-    @property
     def column_unit(self) -> str:
         return {"bytes": "GiB", "ns": "s"}.get(self.unit, self.unit)
 
@@ -141,9 +134,8 @@ class Metric:
 
     def text(self, value: int) -> str:
         """Return ``value`` rounded for readers: "1.549 GiB", "736.9 MiB", "2.31 s"."""
-        if self.unit == "ns":
-            return format_seconds(value)
-        return format_bytes(value, digits=3 if abs(value) >= GIB else 1)
+        size = format_bytes(value, digits=3 if abs(value) >= GIB else 1)
+        return format_seconds(value) if self.unit == "ns" else size
 
     def parse(self, text: str) -> int:
         return parse_bytes(text) if self.unit == "bytes" else parse_seconds(text)
@@ -159,9 +151,8 @@ class Metric:
 
 def use_needed_bytes(result: Result) -> int:
     """Return the sampled anonymous memory and the private memory of forked processes; 0 without a use."""
-    if result.use is None:
-        return 0
-    return (result.use.anon_sampled_bytes or 0) + sum(result.use.children_private_bytes)
+    use = result.use
+    return (use.anon_sampled_bytes or 0) + sum(use.children_private_bytes) if use else 0
 
 
 def per_model(result: Result, size: float | None) -> float | None:
@@ -199,20 +190,17 @@ def unreclaimable(result: Result) -> int | None:
 
 
 def sum_of_peaks(result: Result) -> int | None:
-    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank; None
-    without ranks, or if a peak is unknown.
-    """
+    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank."""
     peaks = [rank.peak_rss_bytes for rank in result.ranks]
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
 
 
 def _unreclaimable_bytes(result: Result) -> int | None:
-    """Return the sampled maximum of anonymous and shared memory together. For a load or save, return
-    None if it equals the maximum of anonymous memory, which has its own column.
+    """Return the sampled maximum of anonymous and shared memory together; for a load or save, None if it
+    equals the maximum of anonymous memory, which has its own column.
     """
-    peaks = result.peaks
-    is_same = peaks.unreclaimable_sampled_bytes == peaks.anon_sampled_bytes
-    return None if is_same and not result.ran else peaks.unreclaimable_sampled_bytes
+    most = result.peaks.unreclaimable_sampled_bytes
+    return None if most == result.peaks.anon_sampled_bytes and not result.ran else most
 
 
 _HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
@@ -294,7 +282,6 @@ ALIASES: Final = {"rss": "peak_rss", "cgroup": "peak_cgroup", "cuda": "cuda_allo
 
 
 def named(name: str) -> Metric:
-    """Return a metric by its name or its alias; raise UnknownName if no metric has that name."""
     metric = METRICS.get(ALIASES.get(name, name))
     if metric is None:
         raise UnknownName("metric", name, METRICS)
@@ -304,8 +291,7 @@ def named(name: str) -> Metric:
 def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
     """Return a load's or save's phases until it is complete and its use, or all of a command, by unique names.
 
-    An interval between the phase NAME and the next is called "other after NAME": its name stays the
-    same if a run has more or fewer such intervals.
+    The interval after the phase NAME is called "other after NAME", however many such intervals there are.
     """
     phases = result.phases
     if result.cell.operation in _OF_MODELS:

@@ -1,7 +1,6 @@
 """What follows from a run's results: rows of figures, verdicts, RAM floors, and what the rows share.
 
-A row is a dict with the settings in ``DIMENSIONS`` and the figures in ``metrics.COLUMNS``. A row of
-``Measured.rows`` summarises the repeats of one measurement (a series).
+A row is a dict with the settings in ``DIMENSIONS`` and the figures in ``metrics.COLUMNS``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,9 +51,7 @@ OF_SERIES: Final = (
 @dataclass(frozen=True)
 class Measured:
     """A run's results, the last record of each cell, with what follows from them, each computed once.
-
-    ``warnings`` are those of the file; ``missing`` is the number of planned cells without a record,
-    and None for a run without a plan.
+    ``missing`` is the number of planned cells without a record, and None for a run without a plan.
     """
 
     results: Sequence[Result]
@@ -72,10 +69,7 @@ class Measured:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """A row for the repeats of each measurement, with the median and range of every figure.
-
-        If some repeats ended ok, only these count. ``outcome`` counts all: "ok 2, timeout 1".
-        """
+        """A row for each series, with the median and range of every figure: of its ok repeats, if any."""
         return [_summary(group) for group in self.by_series.values()]
 
     @cached_property
@@ -88,7 +82,6 @@ class Measured:
 
     @property
     def has_floors(self) -> bool:
-        """Whether a search found the smallest RAM limit of at least one strategy."""
         return any(floor.bytes is not None for floor in self.floors)
 
     @cached_property
@@ -110,7 +103,6 @@ def values(rows: Iterable[Row], name: str) -> list[Any]:
 
 
 def has(rows: Iterable[Row], name: str) -> bool:
-    """Return whether a column has a value other than None in at least one row."""
     return any(row[name] is not None for row in rows)
 
 
@@ -120,30 +112,29 @@ def split(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], li
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the settings, such as "model", in which the rows differ.
-
-    "format" is left out if each strategy was measured with only one checkpoint format.
+    """Return the names of the settings, such as "model", in which the rows differ; without "format" if
+    each strategy was measured with only one checkpoint format.
     """
-    of_strategies = split(rows, ["strategy"]).values()
-    return [
-        name
-        for name in DIMENSIONS
-        if len(values(rows, name)) > 1
-        and (name != "format" or any(len(values(group, name)) > 1 for group in of_strategies))
-    ]
+    names = [name for name in DIMENSIONS if len(values(rows, name)) > 1]
+    if all(len(values(group, "format")) == 1 for group in split(rows, ["strategy"]).values()):
+        names = [name for name in names if name != "format"]
+    return names
 
 
 def is_below_import(rows: Iterable[Row]) -> bool:
-    """Return whether every loaded model is smaller than the memory of ``import torch``.
-
-    For such a small model, the memory above the import does not show how many copies a load made.
+    """Return whether every loaded model is smaller than the memory of ``import torch``, so that the memory
+    above the import does not show how many copies a load made.
     """
-    sizes = [
-        (row["model_bytes"], row["baseline_rss_bytes"])
-        for row in rows
-        if row["operation"] == "load" and row["baseline_rss_bytes"] is not None
+    loads = [
+        row for row in rows if row["operation"] == "load" and row["baseline_rss_bytes"] is not None
     ]
-    return bool(sizes) and all(model is None or model < imported for model, imported in sizes)
+    return bool(loads) and all(
+        (row["model_bytes"] or 0) < row["baseline_rss_bytes"] for row in loads
+    )
+
+
+def cells_of(rows: Iterable[Row]) -> list[Cell]:
+    return [row["cell"] for row in rows]
 
 
 def row_of(result: Result) -> Row:
@@ -162,18 +153,17 @@ def row_of(result: Result) -> Row:
     }
 
 
-def cells_of(rows: Iterable[Row]) -> list[Cell]:
-    return [row["cell"] for row in rows]
-
-
 def _summary(group: Sequence[Result]) -> Row:
     rows = [row_of(result) for result in group]
     good = [row for row in rows if row["outcome"] == Outcome.OK]
     ended = next((row for row in rows if row["outcome"] != Outcome.OK), rows[0])
-    first = next((row for row in rows if row["cache"] == NOT_DROPPED), rows[0])
-    row = first | {name: ended[name] for name in ("last_phase", "message")}
-    row["outcome"] = outcome_of(each.outcome for each in group)
-    row["repeats"], row["ok"] = len(rows), len(good)
+    row = next((row for row in rows if row["cache"] == NOT_DROPPED), rows[0]).copy()
+    row |= {name: ended[name] for name in ("last_phase", "message")}
+    row |= {
+        "outcome": outcome_of(each.outcome for each in group),
+        "repeats": len(rows),
+        "ok": len(good),
+    }
     for name in COLUMNS:
         known = [value for each in good or rows if (value := each[name]) is not None]
         low, high = min(known, default=None), max(known, default=None)

@@ -7,8 +7,7 @@
     RUN/samples/*.csv     one file per cell, and one per rank; written after the record that names them
     RUN/.room             while a cell runs: disk space reserved for the cell's record
 
-results/README.md documents every field of these files. The records of a stopped run look like those
-of a complete run, so that ``read`` also compares them with the plan (``Coverage``).
+results/README.md documents every field of these files.
 """
 
 import errno
@@ -52,7 +51,6 @@ _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin benc
 _FREE: Final = {"kwargs", "options", "environment", "command"}  # a user may put any value there
 _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
-_AMOUNTS: Final = ("_bytes", "_ns", "_faults")
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
 _SAMPLED: Final = {each.name for each in fields(Sample)}
 _T = TypeVar("_T")
@@ -76,40 +74,6 @@ def in_shard(cells: Sequence[_T], shard: str) -> Sequence[_T]:
     return cells[int(match[1]) - 1 :: int(match[2])] if match else cells
 
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """The number of cells that a run or its shard plans, and ``pending``: those without a record, which
-    the command ``again`` measures. In a search for RAM floors, a cell is pending until its search has
-    ended.
-    """
-
-    planned: int
-    pending: tuple[Cell, ...]
-    again: str
-    is_search: bool = False
-    shard: str = ""
-
-    def __str__(self) -> str:
-        what = f"cells of shard {self.shard} measured" if self.shard else "cells measured"
-        what = "searches for a floor finished" if self.is_search else what
-        return f"{self.planned - len(self.pending)} of {self.planned} {what}"
-
-
-def _coverage(run: Path, plan: Plan, results: Sequence[Result]) -> Coverage:
-    settings, shard = plan.settings, ""
-    cells: Sequence[Cell] = plan.cells
-    again = resume_command(verb_of(settings), run)
-    within, aim = settings.get("within"), settings.get("aim", Aim.ENDS)
-    if isinstance(within, float) and 0 < within < inf and aim in [*Aim]:  # else somebody edited it
-        rams = [result.environment.get("ram_bytes") for result in results]
-        highest = max((ram for ram in rams if isinstance(ram, int) and ram), default=_ANY_RAM_BYTES)
-        left = [cell for cell in cells if next_cell(cell, results, within, highest, Aim(aim))]
-        return Coverage(len(cells), tuple(left), again, is_search=True)
-    with suppress(ConfigError):  # somebody edited the plan
-        cells, shard = in_shard(cells, named := str(settings.get("shard", ""))), named
-    return Coverage(len(cells), tuple(pending(cells, results)), again, shard=shard)
-
-
 def verb_of(settings: Mapping[str, Any]) -> str:
     if settings.get("within") is not None:
         return "floor"
@@ -123,6 +87,42 @@ def resume_command(verb: str, run: Path) -> str:
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
     measured = {result.cell.id for result in results}
     return [cell for cell in cells if cell.id not in measured]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The number of cells that a run or its shard plans, and ``pending``: those without a record, which
+    the command ``again`` measures, or whose search for a RAM floor has not ended.
+    """
+
+    planned: int
+    pending: tuple[Cell, ...]
+    again: str
+    is_search: bool = False
+    shard: str = ""
+
+    @classmethod
+    def of(cls, run: Path, plan: Plan, results: Sequence[Result]) -> "Coverage":
+        settings, cells, shard = plan.settings, plan.cells, ""
+        again = resume_command(verb_of(settings), run)
+        within, aim = settings.get("within"), settings.get("aim", Aim.ENDS)
+        if (
+            isinstance(within, float) and 0 < within < inf and aim in [*Aim]
+        ):  # else somebody edited it
+            rams = [result.environment.get("ram_bytes") for result in results]
+            highest = max(
+                (ram for ram in rams if isinstance(ram, int) and ram), default=_ANY_RAM_BYTES
+            )
+            left = (one for one in cells if next_cell(one, results, within, highest, Aim(aim)))
+            return cls(len(cells), tuple(left), again, is_search=True)
+        with suppress(ConfigError):  # somebody edited the plan
+            cells, shard = tuple(in_shard(cells, named := str(settings.get("shard", "")))), named
+        return cls(len(cells), tuple(pending(cells, results)), again, shard=shard)
+
+    def __str__(self) -> str:
+        what = f"cells of shard {self.shard} measured" if self.shard else "cells measured"
+        what = "searches for a floor finished" if self.is_search else what
+        return f"{self.planned - len(self.pending)} of {self.planned} {what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def append(run: Path, result: Result) -> Result:
     A result that ``read`` would refuse is recorded as ``measurement_failed``, with a message that names
     the impossible value. If the file cannot be written, RecordError is raised, and no line added.
     """
-    cell = result.cell
+    cell, path = result.cell, run / RECORDS
     try:
         line, result = _line(result)
     except RecordError as error:
@@ -156,7 +156,6 @@ def append(run: Path, result: Result) -> Result:
         why = f"the measured process reported an impossible figure: {figure}"
         failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, why, started_at=result.started_at)
         line, result = _line(failed)
-    path = run / RECORDS
     with writing(path, f"; the measurement of {cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -206,17 +205,16 @@ def _mend_tail(file: FileIO) -> None:
 
 
 def _is_json(text: bytes) -> bool:
-    try:
+    with suppress(ValueError):
         parse_json(text)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 @contextmanager
 def room(run: Path) -> Iterator[None]:
-    """Reserve disk space for one record while its cell is measured; raise RecordError, before the
-    ``with`` block, if there is none.
+    """Reserve disk space for one record while its cell is measured, which may fill the disk; raise
+    RecordError, before the ``with`` block, if there is none.
     """
     kept = run / _ROOM
     try:
@@ -232,12 +230,7 @@ def room(run: Path) -> Iterator[None]:
 
 
 def read(run: Path) -> Records:
-    """Return all records of a run. An incomplete last line, as after a power cut, causes a warning.
-
-    Raises:
-        RecordError: the folder is not a run or cannot be read; or a line is not a record, the plan is
-            damaged (the message names the field), or a newer weighin wrote it.
-    """
+    """As ``read_whole``, but a line that is no record, and a damaged plan, raise RecordError."""
     records = read_whole(run)
     if records.damage:
         raise records.damage
@@ -245,8 +238,8 @@ def read(run: Path) -> Records:
 
 
 def read_whole(run: Path) -> Records:
-    """As ``read``, for reports: unreadable lines and a damaged plan cause warnings and ``damage``, and
-    only a folder that is not a run, or cannot be read, raises RecordError.
+    """Return all records of a run. An incomplete last line, as after a power cut, unreadable lines and a
+    damaged plan cause warnings; a folder that is not a run, or cannot be read, raises RecordError.
     """
     path, plan, plan_error, warnings = run / RECORDS, None, None, []
     has_plan = (run / PLAN).exists()
@@ -262,8 +255,7 @@ def read_whole(run: Path) -> Records:
             f" the line: the measurement of this line counts as missing; {again} repeats it"
         )
         lines.pop()
-    results: list[Result] = []
-    damages: list[RecordError] = []
+    results, damages = list[Result](), list[RecordError]()
     for number, line in enumerate(lines, start=1):
         repair = f"delete the line and repeat its measurement: sed -i {number}d {quote(str(path))} && {again}"
         try:
@@ -281,8 +273,7 @@ def read_whole(run: Path) -> Records:
 
 
 def of_results(run: Path, results: Sequence[Result]) -> Records:
-    plan = read_plan(run) if (run / PLAN).exists() else None
-    return _records(run, plan, results, [], None)
+    return _records(run, read_plan(run) if (run / PLAN).exists() else None, results, [], None)
 
 
 def _records(
@@ -295,7 +286,7 @@ def _records(
     """Add warnings of cells that are pending, or have several records, and of each series whose repeats
     differ in their code or in the model's size.
     """
-    coverage = _coverage(run, plan, results) if plan else None
+    coverage = Coverage.of(run, plan, results) if plan else None
     if coverage and coverage.pending:
         warnings.append(f"{run}: {coverage}; {coverage.again} measures the rest")
     numbers = Counter((one.cell.id, str(one.environment.get("node"))) for one in results)
@@ -305,25 +296,23 @@ def _records(
             " when two runs write into one folder; the figures may have disturbed each other"
         )
     for repeats in grouped(results, lambda one: one.cell.series).values():
-        for what, values in (
-            ("code", {one.sources_hash for one in repeats}),
-            ("model sizes", {one.model_bytes for one in repeats}),
-        ):
-            if len(found := sorted(str(one) for one in values if one is not None)) > 1:
-                warnings.append(
-                    f"{repeats[0].cell.strategy}: one row of the tables mixes repeats with different"
-                    f" {what} ({', '.join(found)})"
-                )
+        for what, name in (("code", "sources_hash"), ("model sizes", "model_bytes")):
+            found = sorted(
+                {str(value) for one in repeats if (value := getattr(one, name)) is not None}
+            )
+            if len(found) > 1:
+                mixes = f"one row of the tables mixes repeats with different {what}"
+                warnings.append(f"{repeats[0].cell.strategy}: {mixes} ({', '.join(found)})")
     return Records(tuple(results), tuple(warnings), coverage, damage)
-
-
-def samples_path(cell: Cell, rank: int | None = None) -> str:
-    return f"samples/{cell.id}.csv" if rank is None else f"samples/{cell.id}-rank{rank}.csv"
 
 
 def paths_of(cell: Cell) -> tuple[str, ...]:
     of_ranks = (samples_path(cell, rank) for rank in range(cell.ranks) if cell.ranks > 1)
     return samples_path(cell), *of_ranks
+
+
+def samples_path(cell: Cell, rank: int | None = None) -> str:
+    return f"samples/{cell.id}.csv" if rank is None else f"samples/{cell.id}-rank{rank}.csv"
 
 
 def write_plan(
@@ -336,18 +325,16 @@ def write_plan(
     """Write plan.json atomically, in a new folder if need be, and return its content; with ``is_new``,
     raise RecordError if the folder has a plan or records already.
     """
-    plan = Plan(SCHEMA, tuple(cells), settings or {})
-    path = run / PLAN
-    text = _encode(plan, PLAN, indent=1) + b"\n"
+    plan, path = Plan(SCHEMA, tuple(cells), settings or {}), run / PLAN
+    text, is_new_folder = _encode(plan, PLAN, indent=1) + b"\n", not run.exists()
+    again = resume_command(verb_of(plan.settings), run)
     already_there = RecordError(
         f"{run} already contains a run",
-        f"to resume that run: {resume_command(verb_of(plan.settings), run)}; for a new run, name another"
-        " folder with --out",
+        f"to resume that run: {again}; for a new run, name another folder with --out",
     )
     if is_new and (run / RECORDS).exists():
         raise already_there
     with writing(path):
-        is_new_folder = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
         try:
             write_bytes(path, text, is_new=is_new)
@@ -378,8 +365,7 @@ def read_plan(run: Path) -> Plan:
 
 
 def parse_plan(run: Path, text: bytes) -> Plan:
-    repair = "start a new run: weighin cannot resume this run"
-    return parse(Plan, text, str(run / PLAN), repair)
+    return parse(Plan, text, str(run / PLAN), "start a new run: weighin cannot resume this run")
 
 
 def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes:
@@ -431,8 +417,7 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
     newer weighin, and one that is not a valid ``kind``, raise RecordError.
     """
     try:
-        shown = text.decode()  # json itself would accept UTF-16 and lone surrogates
-        value = parse_json(shown)
+        value = parse_json(text.decode())  # json itself would accept UTF-16 and lone surrogates
     except ValueError as error:  # a UnicodeDecodeError too
         raise RecordError(f"{place}: not JSON: {one_line(str(error))}", repair) from None
     schema = value.get("schema") if isinstance(value, dict) else None
@@ -449,7 +434,7 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
             # With these settings the run goes on; no report has them.
             cleaned["settings"] = value["settings"]
         return msgspec.convert(cleaned, kind)
-    except (msgspec.ValidationError, ValueError) as error:  # of msgspec: a wrong type, and where
+    except ValueError as error:  # of msgspec too: a wrong type, and where
         raise RecordError(f"{place}: {one_line(str(error))}", repair) from None
 
 
@@ -469,19 +454,18 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
         ]
     if not isinstance(value, dict):
         return value
-    cleaned = {}
+    cleaned, numbers = {}, {} if is_free else {k: v for k, v in value.items() if isinstance(v, int)}
     for key, each in value.items():
-        is_amount = isinstance(each, int) and key.endswith(_AMOUNTS) and not is_free
-        if is_amount and not 0 <= each < _LARGEST:
+        amount = numbers.get(key, 0) if key.endswith(("_bytes", "_ns", "_faults")) else 0
+        if not 0 <= amount < _LARGEST:
             raise ValueError(f"{place}{key}: impossible value {short_repr(each)}")
-        kept = each
-        if not (is_cell and key in _FREE):
-            free = is_free or key in _FREE
-            kept = checked(each, f"{place}{key}.", is_cell=key in _CELLS, is_free=free)
-        cleaned[printable(key)] = kept
+        free = is_free or key in _FREE
+        kept = is_cell and key in _FREE
+        cleaned[printable(key)] = (
+            each if kept else checked(each, f"{place}{key}.", is_cell=key in _CELLS, is_free=free)
+        )
     for later, earlier, what in _ORDERED:
-        one, other = value.get(later), value.get(earlier)
-        if isinstance(one, int) and isinstance(other, int) and one < other and not is_free:
+        if {later, earlier} <= numbers.keys() and numbers[later] < numbers[earlier]:
             raise ValueError(f"{place}{later}: {what} {earlier}")
     return cleaned
 
@@ -500,7 +484,7 @@ def read_samples(run: Path, path: str | None) -> list[Sample]:
     head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
     names, samples = head.split(","), list[Sample]()
     for line in lines:
-        with suppress(msgspec.ValidationError, ValueError):  # of a row that is longer or shorter
+        with suppress(ValueError):  # of a row that is longer or shorter, or lacks a value
             row = zip(names, line.split(","), strict=True)
             known = {name: int(value) for name, value in row if value and name in _SAMPLED}
             if all(0 <= value < _LARGEST for value in known.values()):

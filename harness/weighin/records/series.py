@@ -1,8 +1,5 @@
-"""Summarise the repeats of a measurement, and compare series: as a matrix of survival, and over ranks.
-
-``summarise`` is for ``weighin check``. A row of the matrix of survival is a strategy with its format
-and options, a column is a RAM limit, and a field is the measurement that stands for all repeats.
-``over_ranks`` tells how a strategy's memory grows with the number of ranks (processes).
+"""Name and summarise the repeats of a measurement (a series), and compare series: as a matrix of survival,
+and over ranks (processes).
 """
 
 import json
@@ -10,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain, compress
+from math import inf
 from typing import Final, Literal
 
 from weighin.cell import Cell
@@ -33,9 +31,6 @@ from weighin.units import format_exact
 STRATEGY: Final = 1
 FORMAT: Final = 2
 """``STRATEGY`` and ``FORMAT`` are positions of words in the name of a series (``name_of``)."""
-_LEAST_LIMITS: Final = 2
-_FLAT: Final = 0.25
-_LINEAR: Final = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +42,9 @@ class Figure:
     high: int
 
     @classmethod
-    def of(cls, values: Sequence[int | None]) -> "Figure | None":
+    def of(cls, values: Iterable[int | None]) -> "Figure | None":
         known = [value for value in values if value is not None]
-        median = middle(known)
-        return None if median is None else cls(min(known), median, max(known))
+        return cls(min(known), middle(known) or 0, max(known)) if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +72,7 @@ class Series:
 
 
 def selects(selector: str, name: str) -> bool:
-    """Return whether ``selector`` is a series' name, or each of its words, which may have shell
-    wildcards, matches a word of the name.
-    """
+    """Whether ``selector`` is a series' name, or each of its words, with shell wildcards, matches one of it."""
     words = name.split(" ")
     return selector == name or all(
         any(word == pattern or fnmatchcase(word, pattern) for word in words)
@@ -115,6 +107,16 @@ def option_words(cell: Cell) -> list[str]:
     return [word for words in _own_words(cell)[1:] for word in words]
 
 
+def _own_words(cell: Cell) -> tuple[tuple[str, ...], ...]:
+    """Return the words for a cell's format, soft RAM limit, options and environment variables."""
+    options = (
+        f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+        for key, value in sorted(cell.options.items())
+    )
+    high = (f"ram_high={format_exact(cell.ram_high_bytes)}",) if cell.ram_high_bytes else ()
+    return (cell.format,), high, tuple(map(one_line, options)), cell.settings
+
+
 def labels_among(cells: Iterable[Cell]) -> Callable[[Cell], str]:
     """Return the function that puts a cell into words: its strategy, followed by its format, options
     and variables if the strategy's cells in ``cells`` differ in them.
@@ -129,17 +131,6 @@ def labels_among(cells: Iterable[Cell]) -> Callable[[Cell], str]:
         return " ".join([cell.strategy, *chain.from_iterable(shown)])
 
     return label
-
-
-def _own_words(cell: Cell) -> tuple[tuple[str, ...], ...]:
-    """Return the words for a cell's format, soft RAM limit, options and environment variables."""
-    options = (
-        f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
-        for key, value in sorted(cell.options.items())
-    )
-    high = cell.ram_high_bytes
-    limit = (f"ram_high={format_exact(high)}",) if high else ()
-    return (cell.format,), limit, tuple(map(one_line, options)), cell.settings
 
 
 def summarise(runs: Iterable[Records]) -> dict[str, Series]:
@@ -165,9 +156,13 @@ def _series(group: Sequence[Result], of_search: Sequence[Floor]) -> Series:
     good = [result for result in group if result.outcome is Outcome.OK]
     values = {name: [metric.of(result) for result in good] for name, metric in METRICS.items()}
     values["floor"] = [floor.bytes for floor in of_search]
-    of_phases = grouped(
-        (each for one in good for each in phases_of_load(one)), lambda each: each[0]
-    )
+    named = (each for one in good for each in phases_of_load(one))
+    medians = {
+        name: {
+            key: middle(read(phase) for _, phase in found) for key, read in PHASE_FIGURES.items()
+        }
+        for name, found in grouped(named, lambda each: each[0]).items()
+    }
     return Series(
         outcome=outcome_of(result.outcome for result in group),
         repeats=len(group),
@@ -175,12 +170,8 @@ def _series(group: Sequence[Result], of_search: Sequence[Floor]) -> Series:
         limit_bytes=group[0].cell.ram_limit_bytes,
         figures={name: figure for name, each in values.items() if (figure := Figure.of(each))},
         phases={
-            name: {
-                key: known
-                for key, read in PHASE_FIGURES.items()
-                if (known := middle(read(phase) for _, phase in phases)) is not None
-            }
-            for name, phases in of_phases.items()
+            name: {key: value for key, value in each.items() if value is not None}
+            for name, each in medians.items()
         },
         message=next((each.message for each in group if each.outcome is not Outcome.OK), ""),
         no_floor=next((each.message for each in of_search[::-1] if each.bytes is None), ""),
@@ -219,17 +210,16 @@ def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | Non
     built = []
     for ours in grouped(results, lambda one: scene(one.cell).series).values():
         limits = {result.cell.ram_limit_bytes for result in ours}
-        if len(limits - {None}) < _LEAST_LIMITS:
-            continue
-        ordered = sorted(limits, key=lambda limit: -(float("inf") if limit is None else limit))
-        groups = grouped(ours, lambda one: searched(one.cell).series).values()
+        ordered = sorted(limits, key=lambda limit: -(inf if limit is None else limit))
+        rows = grouped(ours, lambda one: searched(one.cell).series).values()
         fields = {
             (row, ordered.index(limit)): typical(repeats, judgements)
-            for row, group in enumerate(groups)
+            for row, group in enumerate(rows)
             for limit, repeats in grouped(group, lambda one: one.cell.ram_limit_bytes).items()
         }
-        rows = tuple(searched(group[0].cell) for group in groups)
-        built.append(Matrix(scene(ours[0].cell), rows, tuple(ordered), fields))
+        if len(limits - {None}) > 1:
+            cells = tuple(searched(group[0].cell) for group in rows)
+            built.append(Matrix(scene(ours[0].cell), cells, tuple(ordered), fields))
     return built
 
 
@@ -255,36 +245,36 @@ class RankSeries:
     def growth(self) -> Literal["flat", "between", "linear"] | None:
         if (copies := self.copies_per_rank) is None:
             return None
-        if copies < _FLAT:
-            return "flat"
-        return "linear" if copies >= _LINEAR else "between"
+        return "flat" if copies < 0.25 else "linear" if copies >= 0.75 else "between"
 
 
 def over_ranks(results: Sequence[Result], searched_floors: Sequence[Floor]) -> list[RankSeries]:
     """Return a ``RankSeries`` for each strategy of a run that was measured with two or more ranks,
     without a RAM limit: page cache fills memory up to a limit.
     """
-    found = {
+    floors_bytes = {
         floor.cell.series: floor.bytes - (floor.import_bytes or 0)
         for floor in searched_floors
         if floor.bytes is not None
     }
-    loads = [
-        result
-        for result in latest(results)
-        if (result.outcome, result.cell.operation) == (Outcome.OK, "load")
-        and result.cell.ram_limit_bytes is None
-    ]
+    loads = (
+        one
+        for one in latest(results)
+        if one.outcome is Outcome.OK
+        and one.cell.operation == "load"
+        and not one.cell.ram_limit_bytes
+    )
     series = []
     for group in grouped(loads, lambda one: replace(one.cell, ranks=1).series).values():
         ordered = sorted(group, key=lambda each: each.cell.ranks)
         by_ranks = grouped(ordered, lambda each: each.cell.ranks)
-        charges = {
-            ranks: size
-            for ranks, same in by_ranks.items()
-            if (size := found.get(same[0].cell.series, middle(map(charge, same)))) is not None
-        }
         if max(by_ranks) > 1:
+            charges = {
+                ranks: size
+                for ranks, same in by_ranks.items()
+                if (size := floors_bytes.get(same[0].cell.series, middle(map(charge, same))))
+                is not None
+            }
             model = next((each.model_bytes for each in group if each.model_bytes), None)
             series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, model))
     return series

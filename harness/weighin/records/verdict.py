@@ -1,30 +1,13 @@
 """Judge how a cell (measurement) ran under its limit: it survives, it thrashes, or it is killed.
 
-* **killed**: the CUDA allocator refused an allocation, or the cell did not end ok and the kernel
-  killed a process of the cell for lack of memory.
-* **thrashes**: weighin killed the cell with a ``proof``; or the cell's memory reached the limit (or
-  soft limit), as far as its peak is known, and one of these holds. Below the limit, the kernel
-  reclaims pages only because the whole machine lacks memory.
-
-  - The cell's tasks waited for memory (PSI some) during at least ``STALLED_SHARE`` of the load, and
-    for at least ``LEAST_LOST_NS``.
-  - The load read again more than ``MOST_REREAD`` times the model's size, or the size of the files
-    mapped by the imports if that size is larger.
-  - The cell read evicted pages again, at least ``REFAULTS_PER_MODEL`` of the model's size (for a
-    command: of the limit). In addition, the cell timed out, or took ``SLOWDOWN`` times as long as a
-    reference and at least ``LEAST_LOST_NS`` longer. The reference is the same load without a limit,
-    or if that load did not end ok, the same load under the highest larger limit.
-
-* **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
-
-A cell without a limit has no verdict, and neither has a cell that failed for a reason other than
-memory. Time, rereads and the peak cover the load, until every byte was read, and the use of the
-model after it. PSI covers only the load.
+docs/figures.md has the rules. A cell without a limit has no verdict, and neither has one that failed for a
+reason other than memory. All figures cover the load and the use of the model after it, but PSI only the load.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import inf
 from typing import Final
 
 from weighin.records.metrics import grouped, middle
@@ -47,10 +30,6 @@ class Verdict(StrEnum):
     KILLED = "killed"
 
 
-_SEVERITY: Final = {Verdict.SURVIVES: 0, Verdict.THRASHES: 1, Verdict.KILLED: 3}
-_FAILED: Final = 2  # between a cell that thrashes and one that the kernel killed
-
-
 _KILLED: Final = {
     Outcome.CUDA_OOM: "the CUDA allocator refused an allocation",
     Outcome.OOM_KILLED: "killed by the kernel for lack of memory",
@@ -64,18 +43,15 @@ class Judgement:
 
 
 def judge_result(result: Result, reference_ns: int | None = None) -> Judgement | None:
-    """Return the verdict on a cell; None without one. ``reference_ns`` is the time of the same cell
-    without a limit, or under a higher limit.
-    """
+    """Return the verdict on a cell, given its time without a limit, or under the highest larger one."""
     cell, outcome, limit = result.cell, result.outcome, result.cell.ram_limit_bytes
     is_ok, is_command = outcome is Outcome.OK, cell.operation == "command"
     if limit is None:
         return None
-    if not is_ok and (outcome in _KILLED or result.oom_kills):
+    if outcome in _KILLED or (result.oom_kills and not is_ok):
         why = f"the kernel killed {result.oom_kills} of its processes for lack of memory"
-        if outcome in _KILLED:
-            why = result.message or _KILLED[outcome]
-        return Judgement(Verdict.KILLED, why)
+        said_so = result.message or _KILLED[outcome] if outcome in _KILLED else why
+        return Judgement(Verdict.KILLED, said_so)
     if outcome is Outcome.THRASHING:
         return Judgement(Verdict.THRASHES, result.message)
 
@@ -89,7 +65,9 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
             is_slow = ratio >= SLOWDOWN and spent_ns - reference_ns >= LEAST_LOST_NS
             said[0] += f", {ratio:.1f}x the time without a limit: {format_seconds(reference_ns)}"
 
-    pages = refaults(result)
+    pages = result.faults.workingset_refault_file if result.faults else None
+    if pages is not None:
+        pages += sum(phase.workingset_refault_file or 0 for phase in result.use_phases)
     reread_bytes = (pages or 0) * result.page_bytes
     # So many pages show that a load thrashes, however short its time was.
     lost_time = not is_command and reread_bytes > MOST_REREAD * _size_read(result) > 0
@@ -111,7 +89,9 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 
     charge = highest_charge(result)
     if lost_time and charge is not None and charge < min(limit, cell.ram_high_bytes or limit):
-        lost_time = False  # not for lack of memory under this limit
+        lost_time = (
+            False  # below its limit, pages are reclaimed because the whole machine lacks memory
+        )
         most = format_bytes(charge, digits=2)
         said.insert(0, f"its memory never reached the limit: {most} at most")
     if lost_time and (is_ok or outcome is Outcome.TIMEOUT):
@@ -122,7 +102,7 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
     def height(result: Result) -> float:
         limit = result.cell.ram_limit_bytes
-        return float("inf") if limit is None else limit
+        return inf if limit is None else limit
 
     judgements = {}
     for ours in grouped(results, lambda r: replace(r.cell, ram_limit_bytes=None).series).values():
@@ -137,64 +117,49 @@ def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """The measurement that stands for all ``repeats`` of a cell, and its verdict: the one with the
-    median time (``used_ns``) among the ``alike`` repeats with the worst verdict.
+    """The measurement that stands for all repeats of a cell: the one with the median time (``used_ns``)
+    among those with the worst verdict, or the first of them if none has a time.
     """
 
     result: Result
     judgement: Judgement | None
-    alike: int
-    repeats: int
+    words: str
 
     @property
     def spent_ns(self) -> int | None:
         return used_ns(self.result) if self.result.outcome is Outcome.OK else None
 
-    @property
-    def words(self) -> str:
-        verdict, spent_ns = self.judgement and self.judgement.verdict, self.spent_ns
-        text = str(self.result.outcome) if spent_ns is None else format_seconds(spent_ns)
-        if verdict is Verdict.KILLED:
-            text = "killed"
-        elif verdict is Verdict.THRASHES:
-            text += " thrashes"
-        return text if self.alike == self.repeats else f"{text} ({self.alike} of {self.repeats})"
-
 
 def typical(repeats: Sequence[Result], judgements: Mapping[str, Judgement | None]) -> Typical:
-    """Return the measurement that stands for all repeats; the first one if none has a time."""
-
     def severity(result: Result) -> int:
-        if judgement := judgements[result.cell.id]:
-            return _SEVERITY[judgement.verdict]
-        return 0 if result.outcome is Outcome.OK else _FAILED
+        judgement, is_ok = judgements[result.cell.id], result.outcome is Outcome.OK
+        verdict = judgement.verdict if judgement else Verdict.SURVIVES if is_ok else None
+        return [Verdict.SURVIVES, Verdict.THRASHES, None, Verdict.KILLED].index(verdict)
 
-    worst = max(map(severity, repeats))
-    alike = [result for result in repeats if severity(result) == worst]
+    by_severity = grouped(repeats, severity)
+    alike = by_severity[max(by_severity)]
     median_ns = middle(map(used_ns, alike))
     chosen = next(result for result in alike if used_ns(result) == median_ns)
-    return Typical(chosen, judgements[chosen.cell.id], len(alike), len(repeats))
+    judgement, spent_ns = judgements[chosen.cell.id], used_ns(chosen)
+    verdict, is_ok = judgement and judgement.verdict, chosen.outcome is Outcome.OK
+    words = format_seconds(spent_ns) if is_ok and spent_ns is not None else str(chosen.outcome)
+    words = "killed" if verdict is Verdict.KILLED else words
+    words += " thrashes" if verdict is Verdict.THRASHES else ""
+    words += f" ({len(alike)} of {len(repeats)})" if len(alike) < len(repeats) else ""
+    return Typical(chosen, judgement, words)
 
 
-def used_ns(result: Result | None) -> int | None:
+def used_ns(result: Result) -> int | None:
     """Return the time until the model was ready, and of its use; None if it was never ready."""
-    if result is None or result.ready_ns is None:
+    if result.ready_ns is None:
         return None
     return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
 
 
-def refaults(result: Result) -> int | None:
-    loading = result.faults.workingset_refault_file if result.faults else None
-    if loading is None:
-        return None
-    return loading + sum(phase.workingset_refault_file or 0 for phase in result.use_phases)
-
-
 def highest_charge(result: Result) -> int | None:
-    if result.peaks.cgroup_bytes is None:
-        return None
     using = [phase.peak_cgroup_bytes or 0 for phase in result.use_phases]
-    return max([result.peaks.cgroup_bytes, *using])
+    peak = result.peaks.cgroup_bytes
+    return None if peak is None else max([peak, *using])
 
 
 def _size_read(result: Result) -> int:

@@ -264,7 +264,8 @@ def _other_limit(end: Evidence) -> str:
             size = f" of {format_bytes(kill.limit_bytes)}" if kill.limit_bytes else ""
             group = f"the outer cgroup {kill.limit_of}"
             if kill.limit_is != "around":
-                group = f"the cgroup {kill.limit_of}" + f" {kill.limit_place}" * bool(kill.limit_is)
+                where = {"below": " below its own", "elsewhere": " outside its own"}
+                group = f"the cgroup {kill.limit_of}{where.get(kill.limit_is, '')}"
             return f"{what}{size} of {group}"
     if end.limits and (own is None or end.limits[0][0] < own):
         limit, around = end.limits[0]

@@ -138,14 +138,14 @@ def search(task: Run, progress: Progress) -> list[Result]:
 
 def said(planned: Planned, results: Sequence[Result], aim: floor.Aim) -> str:
     """Say between which limits the floor lies, according to the results so far."""
-    search = floor.Search(planned.cell, results, aim)
+    search = floor.Floor(planned.cell, results, aim)
     if search.stop:
         return f"no floor for {planned.cell.strategy}: {search.stop}"
     failing, working = search.failing_bytes, search.working_bytes
     words = [] if failing is None else [f"above {format_bytes(failing)}"]
     words += [] if working is None else [f"at most {format_bytes(working)}"]
     if working is not None and failing is not None:
-        words.append(f"{format_bytes(working - failing)} apart, passed {search.passed} times")
+        words.append(f"{format_bytes(working - failing)} apart, passed {search.oks} times")
     return f"floor of {planned.cell.strategy}: {', '.join(words) or 'not known yet'}"
 
 

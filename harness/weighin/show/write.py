@@ -198,7 +198,7 @@ def _frame(rows: Sequence[Row], names: Sequence[str], missing: int | None) -> "D
     table["missing_cells"] = missing
     types = dict.fromkeys(_INTEGERS, "Int64")
     for key, figure in COLUMNS.items():
-        kind = "Int64" if figure.is_whole else "Float64"
+        kind = "Int64" if figure.unit in ("bytes", "") else "Float64"
         types |= dict.fromkeys((key, f"{key}_min", f"{key}_max"), kind)
     return table.astype({name: types[name] for name in table.columns if name in types})
 
