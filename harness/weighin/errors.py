@@ -1,23 +1,19 @@
 """Define the exceptions that stop weighin, and explain its exit codes. A measurement (cell) that fails
-raises no error of this module: its record gets an ``Outcome``.
+raises no error of this module: its record gets an ``Outcome``. An ``OSError`` becomes a HarnessError
+(``explain``).
 
 ::
 
     HarnessError              message (the cause), repair (what the user can do)          exit 2
-     x ConfigError            a model, suite, option or command line is invalid; the
-                              option, if one is at fault
+     x ConfigError            a model, suite, option (``option``) or command line is invalid
         - FormatLimit         a checkpoint format cannot hold a model; other formats can
-        - UnknownName         a name of a strategy, metric, format ... is unknown; the
-                              repair suggests a similar name
+        - UnknownName         a name is unknown; the repair suggests a similar name
      x IsolationUnavailable   this machine cannot run cells in this isolation             exit 3
-     x CheckpointError        a checkpoint is damaged or of an unsupported kind; the
-                              message names the file and where the fault is
+     x CheckpointError        a checkpoint is damaged or of an unsupported kind; names the fault
      x RecordError            a run's folder or records cannot be read, written or used
      x StillRunning           a process has not ended after SIGKILL                       exit 4
      x NoNodeLeft             no machine of a cluster can run the remaining cells         exit 4
      x Interrupted            Ctrl-C, SIGTERM, SIGHUP, raised when all is cleaned up      exit 130
-
-The command line turns an ``OSError`` into a HarnessError (``explain``).
 """
 
 import errno
@@ -40,7 +36,6 @@ MEANINGS: Final = {
 }
 EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEANINGS.items())}."
 
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _ROOM = "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk"
 _FILES = "allow more open files: ulimit -n 4096"
 _REPAIRS = {
@@ -57,10 +52,8 @@ class HarnessError(Exception):
 
     def __init__(self, message: str, repair: str = "", *, exit_code: int | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.repair = repair
-        if exit_code is not None:
-            self.exit_code = exit_code
+        self.message, self.repair = message, repair
+        self.exit_code = self.exit_code if exit_code is None else exit_code
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.repair}" if self.repair else self.message
@@ -83,10 +76,8 @@ class UnknownName(ConfigError):
         small = [one for one in names if one == f"{name}-small"]  # "gpt2", as the Hub calls it
         near = small or get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        listing = f"{hint}known: {', '.join(names) or 'none'}"
-        super().__init__(
-            f"no {kind} is called {name!r}", f"{listing}; {repair}" if repair else listing
-        )
+        listing = f"{hint}known: {', '.join(names) or 'none'}" + (f"; {repair}" if repair else "")
+        super().__init__(f"no {kind} is called {name!r}", listing)
 
 
 class IsolationUnavailable(HarnessError):
@@ -141,9 +132,7 @@ def explain(error: OSError) -> HarnessError:
     path = error.filename
     place = os.fsdecode(path) if isinstance(path, str | bytes) else ""
     message = f"{place}: {reason}" if place else f"the operating system refused: {reason}"
-    if error.errno in _REFUSED and place:
-        repair = f"run ls -ld {quote(place)} to see who owns it"
-    else:
-        usual = "run weighin doctor to see what works on this machine"
-        repair = _REPAIRS.get(error.errno or 0, usual)
-    return HarnessError(message, repair)
+    usual = "run weighin doctor to see what works on this machine"
+    if place and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        usual = f"run ls -ld {quote(place)} to see who owns it"
+    return HarnessError(message, _REPAIRS.get(error.errno or 0, usual))

@@ -1,9 +1,5 @@
-"""Read files and JSON from other programs and users, and write, rename and lock weighin's own files.
-
-Reading takes bounded time and memory: a file of too many bytes raises ``OSError``, like an unreadable
-file; JSON with too many levels, or too many lists and objects, raises ``ValueError``, like invalid
-JSON. A crash leaves either the old or the new content of a written file whole. The kernel releases a
-lock when the locking process ends.
+"""Read files and JSON of other programs and users, within bounds of time and memory; write, rename and lock
+weighin's own files, so that a crash leaves the old or the new content whole.
 """
 
 import errno
@@ -19,21 +15,21 @@ if TYPE_CHECKING:  # pathlib takes 1 MiB in a worker
 MIB: Final = 1024**2
 _MOST_DEPTH: Final = 100
 _MOST_VALUES: Final = 5_000_000
+_DEEP: Final = f"nested deeper than {_MOST_DEPTH} levels, or contains itself"
 
 
 def read_bytes(path: "Path", most_bytes: int = 16 * MIB, *, within: "Path | None" = None) -> bytes:
-    """Return the content of a regular file; raise OSError if it cannot be read, or is longer.
-
-    A link below ``within``, a folder of somebody else's above ``path``, is not followed.
+    """Return the content of a regular file; raise OSError if it cannot be read, or is longer. A link below
+    ``within``, a folder of somebody else's above ``path``, is not followed.
     """
     if within:
         no_link(path, within)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block
-    with os.fdopen(descriptor, "rb") as file:
-        about = os.fstat(descriptor)
-        if stat.S_ISDIR(about.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(about.st_mode):
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # a FIFO would block
+
+    with open(path, "rb", opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -55,15 +51,13 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
     (with ``finite``) has a number that is NaN or infinite.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse if finite else None)
+        return bounded(json.loads(text, parse_constant=_refuse if finite else None))
     except RecursionError:
         raise ValueError(_DEEP) from None
-    raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    return value if raw.count(b"[") + raw.count(b"{") <= _MOST_DEPTH else bounded(value)
 
 
 def json_in(path: "Path", most_bytes: int = 16 * MIB) -> Any:
-    """Return a file's JSON value, NaN and infinities included; None if no JSON can be read."""
+    """Return a file's JSON value, also with NaN and infinities; None if no JSON can be read."""
     try:
         return parse_json(read_bytes(path, most_bytes), finite=False)
     except (OSError, ValueError):
@@ -71,7 +65,6 @@ def json_in(path: "Path", most_bytes: int = 16 * MIB) -> Any:
 
 
 def object_in(path: "Path", most_bytes: int = 16 * MIB) -> dict[str, Any]:
-    """Return a file's JSON object, NaN and infinities included; {} if no object can be read."""
     content = json_in(path, most_bytes)
     return content if isinstance(content, dict) else {}
 
@@ -79,7 +72,7 @@ def object_in(path: "Path", most_bytes: int = 16 * MIB) -> dict[str, Any]:
 def bounded(value: Any) -> Any:
     """Return ``value``, a tree of dicts and lists; raise ValueError if it is too deep or too large."""
     level, seen = _inside([value]), 0
-    for _ in range(_MOST_DEPTH):
+    for _ in range(_MOST_DEPTH + 1):
         if not level:
             return value
         seen += len(level)
@@ -94,9 +87,6 @@ def _inside(value: dict[Any, Any] | list[Any]) -> list[Any]:
     return [item for item in items if isinstance(item, dict | list)]
 
 
-_DEEP: Final = f"nested deeper than {_MOST_DEPTH} levels, or contains itself"
-
-
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -106,9 +96,7 @@ def write_text(path: "Path", text: str) -> None:
 
 
 def write_bytes(path: "Path", content: bytes, *, is_new: bool = False) -> None:
-    """Write a file under a temporary name, sync the file to the disk, and rename it to ``path``; with
-    ``is_new``, raise FileExistsError if ``path`` exists, which another process may just have made.
-    """
+    """With ``is_new``, raise FileExistsError if ``path`` exists, which another process may just have made."""
     # Nobody can guess the name, and so leave a link to another file there.
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:

@@ -1,7 +1,5 @@
-"""Build the command that installs weighin with an extra, for errors, ``--help`` and the docs.
-
-The command names the clone or wheel that this weighin was installed from, or else the repository.
-weighin therefore need not be on a package index.
+"""Build the command that installs weighin with an extra, for errors, ``--help`` and the docs: from the clone
+or wheel of this weighin, or else from the repository, so that it need not be on a package index.
 """
 
 import json
@@ -17,15 +15,11 @@ EXPLAINED: Final = "where URL is the address of weighin's repository"
 
 
 def command(*extras: str, anywhere: bool = False) -> str:
-    """Return the command that installs weighin with the given extras; with ``anywhere``, one that also
-    works on other machines.
-    """
+    """Return the command for ``extras``; with ``anywhere``, one that also works on other machines."""
     chosen = f"[{','.join(extras)}]" if extras else ""
     record: dict[str, Any] = {}
     urls: list[str] = []
-    with suppress(
-        metadata.PackageNotFoundError
-    ):  # weighin runs from a folder without being installed
+    with suppress(metadata.PackageNotFoundError):  # weighin runs from a folder
         installed = metadata.distribution("weighin")
         record = json.loads(installed.read_text("direct_url.json") or "{}")  # by pip
         urls = installed.metadata.get_all("Project-URL") or []

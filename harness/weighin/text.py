@@ -5,10 +5,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-LINE_LENGTH: Final = 300
-"""The number of characters to which ``one_line`` cuts a text, for tables and terminals."""
-
-
 # Not compiled here: a worker imports this module before torch, and must stay small.
 _LOG_COMMAND: Final = r"(?<!\S)::"
 _ACCESS: Final = (
@@ -17,7 +13,7 @@ _ACCESS: Final = (
 )
 
 
-def one_line(text: str, length: int = LINE_LENGTH) -> str:
+def one_line(text: str, length: int = 300) -> str:
     """Return ``text`` as one line without control characters, cut to ``length`` characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= length else line[: length - 3] + "..."

@@ -3,6 +3,7 @@ those of ``format_duration``.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from weighin.errors import ConfigError
@@ -11,20 +12,31 @@ KIB: Final = 1024
 MIB: Final = 1024**2
 GIB: Final = 1024**3
 TIB: Final = 1024**4
-
 LONGEST_S: Final = 24 * 24 * 3600
 """24 days, the longest time-out: poll(2) waits for 2**31 - 1 ms at most."""
 _SUFFIXES: Final = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
-_FACTORS: Final = {"": 1, "b": 1} | {
+_SIZES: Final = {"": 1, "b": 1} | {
     spelling: factor
     for name, factor in _SUFFIXES
     for spelling in (name.lower(), name[:2].lower(), name[0].lower())  # gib, gi, g
 }
-_DECIMAL_FACTORS: Final = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
+_DECIMAL: Final = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
 _DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
-_MEGABYTE: Final = 1000**2
 _LEAST_BYTES_PER_S: Final = 100_000  # a user who types less has usually forgotten the unit MB/s
-_SIZE: Final = r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*"
+_TEXT: Final = r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*"
+
+
+def _parse(text: str, factors: Mapping[str, int], kind: str, least: str, examples: str) -> int:
+    match = re.fullmatch(_TEXT, text)
+    factor = factors.get(match["unit"].lower()) if match else None
+    repair = f"write a {kind} such as {examples}"
+    if match is None or factor is None:
+        raise ConfigError(f"cannot read {text!r} as a {kind}", repair)
+    number = match["number"]
+    value = round((float if "." in number else int)(number) * factor)
+    if value < 1:
+        raise ConfigError(f"{text!r} is less than one {least}", repair)
+    return value
 
 
 def parse_bytes(text: str, *, decimal: bool = False) -> int:
@@ -33,21 +45,16 @@ def parse_bytes(text: str, *, decimal: bool = False) -> int:
     k, m, g and t are powers of 1024. "GB" is an error, unless ``decimal`` (for shard sizes and rates)
     says that it is 1000**3, because some tools read it so and others as 1024**3.
     """
-    match = re.fullmatch(_SIZE, text)
-    number, unit = (match["number"], match["unit"].lower()) if match else ("", "")
-    if number and unit in _DECIMAL_FACTORS and not decimal:
+    if decimal:
+        return _parse(text, _SIZES | _DECIMAL, "size", "byte", "20MB, 5GB, 2GiB or 4096")
+    match = re.fullmatch(_TEXT, text)
+    if match and match["unit"].lower() in _DECIMAL:
+        number, unit = match["number"], match["unit"].upper()
         raise ConfigError(
-            f"{text!r} is ambiguous: {unit.upper()} is 1000-based for some tools and 1024-based for others",
-            f"write {number}{unit[0].upper()}iB (1024-based), or the number of bytes",
+            f"{text!r} is ambiguous: {unit} is 1000-based for some tools and 1024-based for others",
+            f"write {number}{unit[0]}iB (1024-based), or the number of bytes",
         )
-    factors = _FACTORS | _DECIMAL_FACTORS
-    if not number or unit not in factors:
-        examples = "20MB, 5GB, 2GiB or 4096" if decimal else "8GiB, 8g, 6500m or 4096"
-        raise ConfigError(f"cannot read {text!r} as a size", f"write a size such as {examples}")
-    size = round((float if "." in number else int)(number) * factors[unit])
-    if size < 1:
-        raise ConfigError(f"{text!r} is less than one byte", "write a size such as 8GiB or 6500m")
-    return size
+    return _parse(text, _SIZES, "size", "byte", "8GiB, 8g, 6500m or 4096")
 
 
 def format_bytes(size: int, *, digits: int = 3) -> str:
@@ -88,40 +95,21 @@ def format_duration(seconds: float) -> str:
 
 def parse_seconds(text: str) -> int:
     """Return the duration in ``text`` as nanoseconds: "2.5 s", "150ms", "3 min"; or raise ConfigError."""
-    from decimal import Decimal  # 0.3 MiB, which a worker does without
-
-    match = re.fullmatch(_SIZE, text)
-    factor = _DURATIONS.get(match["unit"].lower()) if match else None
-    if match is None or factor is None:
-        raise ConfigError(
-            f"cannot read {text!r} as a duration", "write a duration such as 2.5 s, 150 ms or 3 min"
-        )
-    nanoseconds = round(Decimal(match["number"]) * factor)
-    if nanoseconds < 1:
-        raise ConfigError(
-            f"{text!r} is less than one nanosecond", "write a duration such as 2.5 s or 150 ms"
-        )
-    return nanoseconds
+    return _parse(text, _DURATIONS, "duration", "nanosecond", "2.5 s, 150 ms or 3 min")
 
 
 def format_latency(nanoseconds: int) -> str:
     """Return a latency without rounding, in ms: "5ms", "0.25ms"."""
-    from decimal import Decimal
-
-    return f"{Decimal(nanoseconds).scaleb(-6):f}".rstrip("0").rstrip(".") + "ms"
+    milliseconds, rest = divmod(nanoseconds, 1_000_000)
+    return f"{milliseconds}.{rest:06d}".rstrip("0").rstrip(".") + "ms"
 
 
 def parse_rate(text: str) -> int:
     """Return the rate in ``text`` in bytes per second: "200MB/s", "100MiB/s", with or without the "/s";
     MB is 1000**2, as makers of disks and networks count.
     """
-    size = text.strip().removesuffix("/s")
-    try:
-        rate = parse_bytes(size, decimal=True)
-    except ConfigError:
-        raise ConfigError(
-            f"cannot read {text!r} as a rate", "write a rate such as 200MB/s, 1.5GB/s or 100MiB/s"
-        ) from None
+    size, examples = text.strip().removesuffix("/s"), "200MB/s, 1.5GB/s or 100MiB/s"
+    rate = _parse(size, _SIZES | _DECIMAL, "rate", "byte per second", examples)
     if rate < _LEAST_BYTES_PER_S:
         raise ConfigError(
             f"{text!r} is too slow: every disk reads faster",
@@ -132,6 +120,5 @@ def parse_rate(text: str) -> int:
 
 def format_rate(bytes_per_s: int) -> str:
     """Return a rate without rounding, in MB/s if that is a whole number: "200MB/s", "100MiB/s"."""
-    if bytes_per_s % _MEGABYTE == 0:
-        return f"{bytes_per_s // _MEGABYTE}MB/s"
-    return f"{format_exact(bytes_per_s)}/s"
+    megabytes, rest = divmod(bytes_per_s, _DECIMAL["mb"])
+    return f"{format_exact(bytes_per_s)}/s" if rest else f"{megabytes}MB/s"

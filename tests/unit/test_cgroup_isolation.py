@@ -108,7 +108,6 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
         assert escape in memory.escape
         assert bool(memory.escape) == bool(escape)
         memory.raise_limit()
-        memory.close()
     finally:
         running.close()
         pipes.close()

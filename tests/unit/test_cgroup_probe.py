@@ -210,16 +210,15 @@ def test_a_process_that_is_gone_has_no_groups_and_no_start() -> None:
     assert cgroup.start_time(process.pid) is None
 
 
-def test_a_process_is_named_for_good() -> None:
-    name = cgroup.this_process()
-    assert cgroup.is_alive(name)
-    pid, ticks, namespace = name.split("-")
-    assert not cgroup.is_alive(f"{pid}-{int(ticks) + 1}-{namespace}")  # another with the same pid
-    assert cgroup.is_alive(
-        f"{pid}-{int(ticks) + 1}-{int(namespace) + 1}"
-    )  # not to be seen from here
-    assert not cgroup.is_alive(f"{pid}-None")
-    assert not cgroup.is_alive("somebody")
+def test_a_process_is_named_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cgroup.LOCK_VARIABLE, raising=False)
+    pid, ticks, namespace = cgroup.this_process().split("-")
+    assert not cgroup.is_left_behind(f"{pid}-{ticks}-{namespace}.0")
+    later = int(ticks) + 1
+    assert cgroup.is_left_behind(f"{pid}-{later}-{namespace}.0")  # another with the same pid
+    assert not cgroup.is_left_behind(f"{pid}-{later}-{int(namespace) + 1}.0")  # not to be seen here
+    assert cgroup.is_left_behind(f"{pid}-None.0")
+    assert cgroup.is_left_behind("somebody.0")
 
 
 def test_a_run_with_its_own_lock_removes_only_what_was_left_with_it(

@@ -62,7 +62,6 @@ def test_processes_that_left_the_workers_session_are_sampled(
         leftovers.wait_until(sees_both, "not both were seen")
         assert memory.others[0] <= 4  # their parents may be seen before they end
         assert memory.others[1] < 100 * MIB
-        memory.close()
     finally:
         running.close()
         pipes.started()

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 from command_trees import command
 from leftovers import wait_until
 
-from weighin.probes import stacks
 from weighin.probes.stacks import StackTaker
 from weighin.units import MIB
 
@@ -85,7 +85,7 @@ def test_a_process_that_another_program_traces_is_read_without_being_stopped() -
 
 
 def test_without_py_spy_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_find_program", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     taker = StackTaker(list)
     look(taker, 1, 100 * MIB)
     assert taker.stacks == ()

@@ -5,6 +5,7 @@ admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst of the kernel.
 """
 
 import os
+import re
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,29 +20,17 @@ from weighin.probes.mounts import Mounted
 LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
 """The environment variable with the name of a lock that replaces the machine's default one."""
 _UNLIMITED: Final = 2**60  # a larger number means on v1 that there is no limit
-_V1: Final = {  # files; what resets the peak, and what removes a limit
-    "stat": "memory.stat",
-    "usage": "memory.usage_in_bytes",
-    "peak": "memory.max_usage_in_bytes",
-    "limit": "memory.limit_in_bytes",
-    "oom": "memory.oom_control",
-    "swap": "memory.memsw.limit_in_bytes",
-    "kernel": "memory.kmem.usage_in_bytes",
-    "kernel_peak": "memory.kmem.max_usage_in_bytes",
-    "reset": "0",
-    "unlimited": "-1",
-}
-_V2: Final = {
-    "stat": "memory.stat",
-    "usage": "memory.current",
-    "peak": "memory.peak",
-    "limit": "memory.max",
-    "oom": "memory.events.local",
-    "oom_below": "memory.events",
-    "soft": "memory.high",
-    "swap": "memory.swap.max",
-    "reset": "reset\n",
-    "unlimited": "max",
+_FILES: Final = {  # on v1, on v2; empty for what there is not
+    "stat": ("memory.stat", "memory.stat"),
+    "usage": ("memory.usage_in_bytes", "memory.current"),
+    "peak": ("memory.max_usage_in_bytes", "memory.peak"),
+    "limit": ("memory.limit_in_bytes", "memory.max"),
+    "soft": ("", "memory.high"),
+    "swap": ("memory.memsw.limit_in_bytes", "memory.swap.max"),
+    "oom": ("memory.oom_control", "memory.events.local"),
+    "oom_below": ("", "memory.events"),
+    "kernel": ("memory.kmem.usage_in_bytes", ""),
+    "kernel_peak": ("memory.kmem.max_usage_in_bytes", ""),
 }
 _V1_STAT: Final = {"anon": "rss", "file": "cache", "file_mapped": "mapped_file"}
 """The lines of v1's memory.stat that have other names than those of v2."""
@@ -50,26 +39,6 @@ _V1_STAT: Final = {"anon": "rss", "file": "cache", "file_mapped": "mapped_file"}
 def start_time(pid: int) -> int | None:
     """Return a process's start in clock ticks since boot; None if the process has ended."""
     return _number(pid, 19)
-
-
-def folders_of(group: Path) -> list[str]:
-    """Return a cgroup's folder and those below, the innermost first; none if it was removed."""
-    try:
-        if group.stat().st_nlink <= 2:  # of a folder without subfolders
-            return [str(group)]
-    except OSError:  # removed
-        return []
-    return [folder for folder, _, _ in os.walk(group, topdown=False)]
-
-
-def members_of(group: Path) -> list[int]:
-    """Return the pids in a group and below it; those of other pid namespaces are left out."""
-    found: list[int] = []
-    for folder in folders_of(group):
-        # The file is opened at each call, because v1 caches the list of an open file for a second.
-        with suppress(OSError):  # removed, or threaded
-            found += map(int, Path(folder, "cgroup.procs").read_text().split())
-    return [pid for pid in found if pid]  # 0 stands for a process of another pid namespace
 
 
 def parent_of(pid: int) -> int | None:
@@ -95,15 +64,6 @@ def this_process() -> str:
     return f"{os.getpid()}-{start_time(os.getpid())}-{_pid_namespace()}"
 
 
-def is_alive(name: str) -> bool:
-    """Return whether the process ``name`` (``this_process``) may still run; of another pid namespace, True."""
-    pid, _, rest = name.partition("-")
-    ticks, _, namespace = rest.partition("-")
-    if namespace and namespace != _pid_namespace():
-        return True
-    return pid.isdigit() and ticks == str(start_time(int(pid)))
-
-
 def _pid_namespace() -> str:
     return str(Path("/proc/self/ns/pid").stat().st_ino)
 
@@ -114,12 +74,17 @@ def owned_name(number: int) -> str:
 
 
 def is_left_behind(name: str) -> bool:
-    """Return whether the process that made ``name`` (``owned_name``) has ended. For a process with a lock
-    of its own, only names with this lock count, so that tests can look at what they left.
+    """Return whether the process that made ``name`` (``owned_name``) has ended; one of another pid namespace may
+    still run. For a process with a lock of its own, only names with this lock count, so that tests can
+    look at what they left.
     """
     owner, _, number = name.rpartition(".")
-    lock = "".join(number.partition("-")[1:])
-    return lock_suffix() in ("", lock) and not is_alive(owner)
+    pid, ticks, namespace, *_ = [*owner.split("-", 2), "", "", ""]
+    if lock_suffix() not in ("", "".join(number.partition("-")[1:])):
+        return False
+    if namespace not in ("", _pid_namespace()):
+        return False
+    return not (pid.isdigit() and ticks == str(start_time(int(pid))))
 
 
 def lock_suffix() -> str:
@@ -128,7 +93,15 @@ def lock_suffix() -> str:
     return f"-{zlib.crc32(os.fsencode(lock)):08x}" if lock else ""
 
 
+def hierarchies(found: Sequence[Mounted]) -> tuple[Path | None, Path | None]:
+    """Return the mount points of v1's memory controller, and of v2."""
+    version1 = (one.place for one in found if one.kind == "cgroup" and "memory" in one.options)
+    version2 = (one.place for one in found if one.kind == "cgroup2")
+    return next(version1, None), next(version2, None)
+
+
 def memory_hierarchy() -> tuple[int, Path] | None:
+    """Return the version and the mount point of the hierarchy with the memory controller."""
     version1, version2 = hierarchies(mounts.read())
     if version1:
         return 1, version1
@@ -142,42 +115,34 @@ def pressure_hierarchy() -> Path | None:
     return hierarchies(mounts.read())[1]
 
 
-def hierarchies(found: Sequence[Mounted]) -> tuple[Path | None, Path | None]:
-    version1 = (one.place for one in found if one.kind == "cgroup" and "memory" in one.options)
-    version2 = (one.place for one in found if one.kind == "cgroup2")
-    return next(version1, None), next(version2, None)
-
-
 def memory_cgroup_of(pid: int) -> Path | None:
-    hierarchy = memory_hierarchy()
-    path = _group_of(pid, hierarchy[0]) if hierarchy else None
-    if hierarchy is None or path is None:
-        return None
-    folder = _folder(hierarchy[1], path)
-    return folder if folder.is_dir() else None
-
-
-def has_left(pid: int, group: Path) -> bool:
-    """Return whether a process was seen in another memory cgroup than ``group`` and those below."""
-    now = memory_cgroup_of(pid)
-    if now is None or now.is_relative_to(group):
-        return False
-    return not is_exiting(pid)  # on cgroup v1, an exiting process is in the root group
+    version, mount = memory_hierarchy() or (0, None)
+    folder = _folder(mount, _group_of(pid, version))
+    return folder if folder and folder.is_dir() else None
 
 
 def pressure_file_of(pid: int) -> Path | None:
     """Return the PSI file of a process's cgroup (v2); None for the root group, the whole machine."""
-    mount, path = pressure_hierarchy(), _group_of(pid, 2)
-    if mount is None or path is None or path == "/":
+    group = _group_of(pid, 2)
+    folder = None if group == "/" else _folder(pressure_hierarchy(), group)
+    file = folder / "memory.pressure" if folder else None
+    return file if file and file.exists() else None
+
+
+def has_left_for(pid: int, group: Path) -> Path | None:
+    """Return the memory cgroup of a process that was seen in another one than ``group`` and those below."""
+    now = memory_cgroup_of(pid)
+    if now is None or now.is_relative_to(group) or is_exiting(pid):  # v1 moves those into the root
         return None
-    file = _folder(mount, path) / "memory.pressure"
-    return file if file.exists() else None
+    return now
 
 
-def _folder(mount: Path, group: str) -> Path:
+def _folder(mount: Path | None, group: str | None) -> Path | None:
     """Return the folder of the path ``group`` in /proc/PID/cgroup. In a container, ``mount`` may show the
     container's own group, not the hierarchy's root group.
     """
+    if mount is None or group is None:
+        return None
     root = next((one.root for one in mounts.read() if one.place == mount), "/").rstrip("/")
     inside = group == root or group.startswith(f"{root}/")
     return mount / (group.removeprefix(root) if inside else group).lstrip("/")
@@ -198,8 +163,24 @@ def _group_of(pid: int, version: int) -> str | None:
         return None
 
 
-def read_machine_oom_kills() -> int | None:
-    return parse_numbers(_read(Path("/proc/vmstat"))).get("oom_kill")
+def folders_of(group: Path) -> list[str]:
+    """Return a cgroup's folder and those below, the innermost first; none if it was removed."""
+    try:
+        if group.stat().st_nlink <= 2:  # of a folder without subfolders
+            return [str(group)]
+    except OSError:  # removed
+        return []
+    return [folder for folder, _, _ in os.walk(group, topdown=False)]
+
+
+def members_of(group: Path) -> list[int]:
+    """Return the pids in a group and below it; those of other pid namespaces are left out."""
+    found: list[int] = []
+    for folder in folders_of(group):
+        # The file is opened at each call, because v1 caches the list of an open file for a second.
+        with suppress(OSError):  # removed, or threaded
+            found += map(int, Path(folder, "cgroup.procs").read_text().split())
+    return [pid for pid in found if pid]  # 0 stands for a process of another pid namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,16 +207,12 @@ class Cgroup:
 
     def __init__(self, path: Path, pressure_path: Path | None = None) -> None:
         self.path, self.pressure_path = path, pressure_path
-        self.version = 1 if (path / _V1["usage"]).exists() else 2
-        self.words = _V1 if self.version == 1 else _V2
-        self._files: dict[str, Path] = {}  # because a sampler asks for them often
+        self.version = 1 if (path / _FILES["usage"][0]).exists() else 2
         self._mark: int | None = None  # the opened "peak"; -1 without one
         self._resets = True
 
     def file(self, name: str) -> Path:
-        if name not in self._files:
-            self._files[name] = self.path / self.words.get(name, f"no file of v{self.version}")
-        return self._files[name]
+        return self.path / (_FILES[name][self.version - 1] or f"no {name} on v{self.version}")
 
     def read(self, name: str) -> int | None:
         text = _read(self.file(name)).strip()
@@ -251,10 +228,9 @@ class Cgroup:
         """Return the numbers of memory.stat, of the group and those below it, by v2's names."""
         numbers = parse_numbers(text)
         if self.version == 1:
+            total = "total_"
             below = {
-                name.removeprefix("total_"): numbers[name]
-                for name in numbers
-                if name.startswith("total_")
+                name[len(total) :]: numbers[name] for name in numbers if name.startswith(total)
             }
             numbers |= below | {name: below.get(of_v1, 0) for name, of_v1 in _V1_STAT.items()}
         return numbers
@@ -265,12 +241,13 @@ class Cgroup:
     def raise_limit(self) -> None:
         """Remove the memory limits, so that a killed process that thrashes can exit quickly."""
         # v1 refuses a limit above that of memory and swap.
-        for path in (self.file("swap" if self.version == 1 else "soft"), self.file("limit")):
-            try:
+        first, unlimited = ("swap", "-1") if self.version == 1 else ("soft", "max")
+        with suppress(
+            OSError
+        ):  # the file is read-only; the killed process then needs longer to exit
+            for path in (self.file(first), self.file("limit")):
                 if path.exists():
-                    path.write_text(self.words["unlimited"])
-            except OSError:  # the file is read-only; the killed process then needs longer to exit
-                return
+                    path.write_text(unlimited)
 
     def read_peak(self) -> int | None:
         """Return the highest charge since the last reset; None without a mark or a cgroup."""
@@ -282,7 +259,7 @@ class Cgroup:
     def reset_peak(self) -> bool:
         try:
             mark = self._opened()
-            return self._resets and bool(os.pwrite(mark, self.words["reset"].encode(), 0))
+            return self._resets and bool(os.pwrite(mark, (b"0", b"reset\n")[self.version - 1], 0))
         except OSError:
             self._resets = False
             return False
@@ -299,14 +276,14 @@ class Cgroup:
 
     def counters(self) -> Counters:
         oom = self.numbers("oom")
-        some_ns, full_ns = parse_pressure(_read(self.pressure_path) if self.pressure_path else "")
+        pressure = parse_pressure(_read(self.pressure_path) if self.pressure_path else "")
         return Counters(
             usage_bytes=self.read("usage"),
             peak_bytes=self.read_peak(),
             kernel_peak_bytes=self.read("kernel_peak"),
             refaults=self.numbers("stat").get("workingset_refault_file"),
-            some_ns=some_ns,
-            full_ns=full_ns,
+            some_ns=pressure.get("some"),
+            full_ns=pressure.get("full"),
             oom_kills=oom.get("oom_kill"),
             limit_events=oom or None if self.version == 2 else None,
         )
@@ -337,17 +314,18 @@ def room_in(folder: Path) -> int | None:
     return min(room, default=None)
 
 
+def read_machine_oom_kills() -> int | None:
+    return parse_numbers(_read(Path("/proc/vmstat"))).get("oom_kill")
+
+
 def grown(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-def parse_pressure(text: str) -> tuple[int | None, int | None]:
-    """Return the total stall times (some, full) from the text of a PSI file, in nanoseconds."""
-    totals: dict[str, int] = {}
-    for line in text.splitlines():
-        kind, *fields = line.split()
-        totals[kind] = int(dict(field.split("=") for field in fields)["total"]) * 1000
-    return totals.get("some"), totals.get("full")
+def parse_pressure(text: str) -> dict[str, int]:
+    """Return the total stall times by kind (some, full) from the text of a PSI file, in nanoseconds."""
+    totals = re.findall(r"^(\w+) .*\btotal=(\d+)", text, re.MULTILINE)
+    return {kind: int(microseconds) * 1000 for kind, microseconds in totals}
 
 
 def parse_numbers(text: str) -> dict[str, int]:

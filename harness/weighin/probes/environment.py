@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import subprocess
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,13 +78,10 @@ def code_digest(*own: Path) -> str:
     strategies = Path(CODE_PATH[1]) / "strategies"
     files = {str(path.relative_to(package)): path for path in package.rglob("*.py")}
     files |= {path.name: path for path in (*strategies.rglob("*.py"), *own)}
-    lines = [f"{name}\0{_digest(path, path.stat().st_mtime_ns)}\n" for name, path in files.items()]
-    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
-
-
-@cache
-def _digest(path: Path, _changed_ns: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    whole = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        whole.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()[:16]
 
 
 def free_ram_bytes() -> int:

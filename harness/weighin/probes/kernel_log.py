@@ -66,24 +66,22 @@ def kills_since(
     """
     if log is None:
         return None
-    hierarchy = memory_hierarchy()
+    _, mount = memory_hierarchy() or (0, None)
 
     def inside(group: Path | None) -> str | None:
         """Return a cgroup's path from the mount point on, as in the log; None if it is not below it."""
-        if group is None or hierarchy is None or not group.is_relative_to(hierarchy[1]):
+        if group is None or mount is None or not group.is_relative_to(mount):
             return None
-        return f"/{group.relative_to(hierarchy[1])}".rstrip(".")
+        return f"/{group.relative_to(mount)}".rstrip(".")
 
     lines: list[str] = []
-    try:
+    with os.fdopen(log, "rb", buffering=0):  # which closes it
         for _ in range(2):
             lines += _read(log)
             found = parse_kills(lines, inside(group), main_pid, pids, inside(group or home))
             if all(kill.anon_bytes is not None for kill in found):
                 break
             time.sleep(_LATE_S)
-    finally:
-        os.close(log)
     return found
 
 
@@ -136,19 +134,18 @@ def parse_kills(
         own = _up_to(path, group)
         if own is None and pid != main_pid and pid not in pids:
             continue
-        limit_of = "" if limited == own else limited
+        limit_of, limit_is = "" if limited == own else limited, ""
         around = own or _up_to(path, home) or home
-        where = ""
         if around and limit_of.startswith("/"):
-            where = "below" if Path(limited).is_relative_to(around) else "elsewhere"
+            limit_is = "below" if Path(limited).is_relative_to(around) else "elsewhere"
             if Path(around).is_relative_to(limited):
-                where = "around"
+                limit_is = "around"
         kills[pid] = Kill(
             pid,
             one_line(match["name"]),
             pid == main_pid,
             limit_of,
-            limit_is=where,
+            limit_is=limit_is,
             kernel_bytes=None if limit_of else kernel_bytes,
             **sizes,
         )

@@ -8,25 +8,8 @@ from weighin.result import Memory
 from weighin.units import KIB
 
 
-def read_status(pid: int | str = "self") -> dict[str, int]:
-    return parse_status(read_text(f"/proc/{pid}/status"))
-
-
-def read_private(pid: int) -> int:
-    """Return a process's private memory: the pages that no other process maps."""
-    return sum(size for name, size in read_rollup(pid).items() if name.startswith("Private_"))
-
-
-def read_rollup(pid: int | str = "self") -> dict[str, int]:
-    """Return the fields of smaps_rollup, in bytes; in "Pss", a page that n processes map counts 1/n. The
-    kernel walks the whole address space: about 25 ms at 4 GiB.
-    """
-    _addresses, *lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
-    return {name: int(size.split()[0]) * KIB for name, _, size in (x.partition(":") for x in lines)}
-
-
 class Shares(NamedTuple):
-    """The parts of a process's proportional set size, in bytes."""
+    """The parts of a process's proportional set size (PSS), in bytes; a page that n processes map counts 1/n."""
 
     anon: int  # without pages that were given back with MADV_FREE
     file: int
@@ -35,13 +18,26 @@ class Shares(NamedTuple):
     private: int = 0  # of ``anon``, which no other process maps
 
 
-def read_shares(pid: int | str = "self") -> Shares | None:
-    """Return the parts of a process's PSS; None without memory, at its end."""
+def read_status(pid: int | str = "self") -> dict[str, int]:
+    return parse_status(read_text(f"/proc/{pid}/status"))
+
+
+def memory_of(status: dict[str, int]) -> Memory:
+    return Memory(**phase_reporter.memory_of(status))
+
+
+def read_rollup(pid: int | str = "self") -> dict[str, int]:
+    """Return the fields of smaps_rollup in bytes. The kernel walks the whole address space: 25 ms at 4 GiB."""
+    _addresses, *lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
+    return {name: int(size.split()[0]) * KIB for name, _, size in (x.partition(":") for x in lines)}
+
+
+def read_shares(pid: int) -> Shares | None:
+    """Return None for a process without memory, at its end."""
     rollup = read_rollup(pid)
-    try:
-        anon, file, shmem = rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]
-    except KeyError:
+    if "Pss_Anon" not in rollup:
         return None
+    anon, file, shmem = rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]
     return Shares(
         max(anon - rollup["LazyFree"], 0),
         file,
@@ -49,7 +45,3 @@ def read_shares(pid: int | str = "self") -> Shares | None:
         locked=min(max(rollup["Locked"] - anon - shmem, 0), file),
         private=min(max(rollup["Private_Dirty"] - shmem, 0), rollup["Anonymous"]),
     )
-
-
-def memory_of(status: dict[str, int]) -> Memory:
-    return Memory(**phase_reporter.memory_of(status))

@@ -1,16 +1,16 @@
 """Record a command's processes: when each process ran, its share of the memory, and its files."""
 
-import contextlib
 import heapq
 import os
 import re
 import stat
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from weighin.phase_reporter import read_text
 from weighin.probes.cgroup import is_exiting, parent_of
@@ -22,14 +22,13 @@ from weighin.units import MIB
 SHARE: Final = 0.05
 """The largest share of a processor's time in which to examine processes, as this disturbs them."""
 _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
-_WITH_FILES: Final = 8
+_MOST_ENDED: Final = 2000  # that are kept while the command runs
+_WITH_FILES: Final = 8  # processes
 _MOST_FILES: Final = 32  # of one process, including files that it has closed
 _MOST_OPEN_FILES: Final = 16
 _MOST_DESCRIPTORS: Final = 512  # the first ones, because a server may have ten thousand
 _SMALLEST_BYTES: Final = MIB  # smaller files explain little memory
-_ACCESS_MODE: Final = 0o3
 _LIBRARY: Final = re.compile(r".*\.so(?:\.[\d.]+)?")
-_MAPS_FIELDS: Final = 6
 _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 _REREAD_S: Final = 0.5
 _MORE: Final = 1.1
@@ -37,20 +36,24 @@ _RECENT: Final = 0.75  # growth counts since all processes together had this sha
 
 
 class Pause:
-    """Limits a repeated action to the share ``SHARE`` of one processor's time."""
+    """Limits the ``with`` blocks of a repeated action to the share ``SHARE`` of one processor's time: ``with``
+    returns whether the action is due.
+    """
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
         self._start_s = self._due_s = 0.0
+        self._is_due = False
 
-    def begin(self) -> bool:
-        """Return whether the action may run now; the caller then calls ``end`` after the action."""
+    def __enter__(self) -> bool:
         self._start_s = time.thread_time()
-        return time.monotonic() >= self._due_s
+        self._is_due = time.monotonic() >= self._due_s
+        return self._is_due
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         took_s = time.thread_time() - self._start_s  # without the time for which it waited
-        self._due_s = time.monotonic() + max(self._least_s, took_s / SHARE)
+        pause_s = max(self._least_s if self._is_due else 0.0, took_s / SHARE)
+        self._due_s = max(self._due_s, time.monotonic() + pause_s)
 
 
 @dataclass(slots=True)
@@ -73,14 +76,18 @@ class _Seen:
     least_anon_bytes: int = 0  # since the fork, when the memory was its parent's
     parent_anon_bytes: int = 0
 
+    def weight(self) -> tuple[int, int]:
+        sizes = (self.anon_bytes, self.file_bytes, self.shmem_bytes)
+        return sum(size or 0 for size in sizes), self.highest_rss_bytes or 0
+
     def note_name(self) -> None:
-        with contextlib.suppress(OSError):  # the process has ended
+        with suppress(OSError):  # the process has ended
             # A process that ends loses its command line, and a process whose parent ends gets another.
             self.command = command_of(self.pid) or self.command or command_of(self.pid, "comm")
             self.parent_pid = self.parent_pid or parent_of(self.pid) or 0
 
-    def note_memory(self, parent: "_Seen | None") -> None:
-        with contextlib.suppress(OSError, KeyError):  # the process has ended
+    def note_memory(self, parent: Self | None) -> None:
+        with suppress(OSError, KeyError):  # the process has ended
             status = read_status(self.pid)
             now, self.highest_rss_bytes = status["RssAnon"], status["VmHWM"]
             since = (parent.readings if parent else ())[: 1 if self.readings else 2]
@@ -93,37 +100,40 @@ class _Seen:
         """Record the files that are open, and those of earlier calls as closed: their content may still be in
         memory. Unless the call is ``with_mapped``, the mapped bytes are those of before.
         """
-        with contextlib.suppress(OSError):  # the process has ended, or is another user's
-            found = open_files(self.pid, with_mapped=with_mapped)
+        with suppress(OSError):  # the process has ended, or is another user's
+            found, now_ns = open_files(self.pid, with_mapped=with_mapped), time.monotonic_ns()
             if is_exiting(self.pid):  # it was killed, so that the kernel has closed its files
                 return
-            known = {file.path: file for file in self.files}
-            there, now_ns = [], time.monotonic_ns()
+            known, files = {file.path: file for file in self.files}, []
             for file in found:
-                was = known.pop(file.path, None)
-                mapped_bytes = was.mapped_bytes if was and not with_mapped else file.mapped_bytes
-                seen_ns = was.seen_ns if was else now_ns
-                there.append(replace(file, seen_ns=seen_ns, mapped_bytes=mapped_bytes))
-            closed = [
-                file if file.mapped_bytes and not with_mapped else replace(file, is_open=False)
-                for file in known.values()
-                if file.position_bytes is not None or not with_mapped
-            ]
-            self.files = (*there, *closed)[:_MOST_FILES]
+                was = known.pop(file.path, replace(file, seen_ns=now_ns))
+                mapped_bytes = (file if with_mapped else was).mapped_bytes
+                files.append(replace(file, seen_ns=was.seen_ns, mapped_bytes=mapped_bytes))
+            for file in known.values():
+                if not with_mapped and file.mapped_bytes:
+                    files.append(file)
+                elif not with_mapped or file.position_bytes is not None:
+                    files.append(replace(file, is_open=False))
+            self.files = tuple(files[:_MOST_FILES])
 
-
-def _weight(seen: _Seen) -> tuple[int, int]:
-    sizes = (seen.anon_bytes, seen.file_bytes, seen.shmem_bytes)
-    return sum(size or 0 for size in sizes), seen.highest_rss_bytes or 0
+    def note_share(self, share: Shares, grown_bytes: int, parent: Self | None) -> None:
+        """What became private since a fork was copied, but for what is new, or what the parent gave back."""
+        self.grown_bytes = max(grown_bytes, 0)
+        if parent and parent.readings and self.readings:
+            grown = self.readings[0] - self.least_anon_bytes
+            given_back = max(self.parent_anon_bytes - parent.readings[0], 0)
+            self.copied_bytes = max(share.private - grown - given_back, 0)
+        elif not parent and self.copied_bytes:  # the copies that were seen before remain
+            self.copied_bytes = min(self.copied_bytes, share.private)
+        else:
+            self.copied_bytes = None
 
 
 class ProcessTable:
     def __init__(self) -> None:
         self._running: dict[int, _Seen] = {}
         self._ended: list[_Seen] = []
-        self._names = Pause(_REREAD_S)
-        self._files = Pause()
-        self._memory = Pause()
+        self._names, self._files, self._memory = Pause(_REREAD_S), Pause(), Pause()
         self._past: list[dict[int, int]] = [{}]  # the anonymous memory of each, at each rise
         self.most_anon_bytes = 0
         """The most anonymous memory of a single process."""
@@ -132,36 +142,27 @@ class ProcessTable:
         for pid in self._running.keys() - pids:
             self._ended.append(self._running.pop(pid))
         for pid in pids:
-            if pid not in self._running:
-                self._running[pid] = _Seen(pid, t_ns, t_ns)
-            self._running[pid].end_ns = t_ns
+            self._running.setdefault(pid, _Seen(pid, t_ns, t_ns)).end_ns = t_ns
         running = self._running.values()
         new = [seen for seen in running if t_ns - seen.start_ns < _SETTLED_NS]
-        names_are_due = self._names.begin()
-        for seen in running if names_are_due else new:
-            seen.note_name()
-        if names_are_due:
-            self._names.end()
-        memory_is_due = self._memory.begin()
-        for seen in running if memory_is_due else new:
-            seen.note_memory(self._running.get(seen.parent_pid))
-            self.most_anon_bytes = max((self.most_anon_bytes, *seen.readings))
-        if memory_is_due:
-            now = self._anon_now()
+        with self._names as is_due:
+            for seen in running if is_due else new:
+                seen.note_name()
+        with self._memory as is_due:
+            for seen in running if is_due else new:
+                seen.note_memory(self._running.get(seen.parent_pid))
+                self.most_anon_bytes = max((self.most_anon_bytes, *seen.readings))
+            now = self._anon_now() if is_due else {}
             if sum(now.values()) >= _MORE * sum(self._past[-1].values()) + MIB:
                 self._past.append(now)
-            self._memory.end()
-        if self._files.begin():
-            for seen in heapq.nlargest(_WITH_FILES, running, key=_weight):
+        with self._files as is_due:
+            for seen in heapq.nlargest(_WITH_FILES, running, key=_Seen.weight) if is_due else ():
                 seen.note_files(with_mapped=False)
-            self._files.end()
-        if len(self._ended) > 2000:  # so many are kept while the command runs
-            self._ended = heapq.nlargest(_MOST_PROCESSES, self._ended, key=_weight)
+        if len(self._ended) > _MOST_ENDED:
+            self._ended = heapq.nlargest(_MOST_PROCESSES, self._ended, key=_Seen.weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
-        """Store each process's share of the memory, and list the files of the 8 largest processes. What became
-        private since a fork was copied, but for what is new, or what the parent gave back.
-        """
+        """Store each process's share of the memory, and list the files of the 8 largest processes."""
         for seen in (*self._ended, *self._running.values()):
             seen.anon_bytes = seen.file_bytes = seen.shmem_bytes = seen.grown_bytes = None
         found = [self._running[pid] for pid in shares if pid in self._running]
@@ -169,29 +170,21 @@ class ProcessTable:
             seen.note_name()
             seen.note_memory(self._running.get(seen.parent_pid))
             seen.anon_bytes, seen.file_bytes, seen.shmem_bytes, *_ = shares[seen.pid]
-        for seen in heapq.nlargest(_WITH_FILES, found, key=_weight):
+        for seen in heapq.nlargest(_WITH_FILES, found, key=_Seen.weight):
             seen.note_files(with_mapped=True)
         now = self._anon_now()
         recent_bytes = _RECENT * sum(now.values())
         before = next((p for p in reversed(self._past) if sum(p.values()) <= recent_bytes), {})
         for seen in found:
-            seen.grown_bytes = max(now.get(seen.pid, 0) - before.get(seen.pid, 0), 0)
-            parent, private = self._running.get(seen.parent_pid), shares[seen.pid].private
-            if parent and parent.readings and seen.readings:
-                grown = seen.readings[0] - seen.least_anon_bytes
-                given_back = max(seen.parent_anon_bytes - parent.readings[0], 0)
-                seen.copied_bytes = max(private - grown - given_back, 0)
-            elif not parent and seen.copied_bytes:  # the copies that were seen before remain
-                seen.copied_bytes = min(seen.copied_bytes, private)
-            else:
-                seen.copied_bytes = None
+            grown_bytes = now.get(seen.pid, 0) - before.get(seen.pid, 0)
+            seen.note_share(shares[seen.pid], grown_bytes, self._running.get(seen.parent_pid))
 
     def _anon_now(self) -> dict[int, int]:
         return {pid: seen.readings[0] for pid, seen in self._running.items() if seen.readings}
 
     def processes(self) -> tuple[Process, ...]:
         known = (*self._ended, *self._running.values())
-        largest = heapq.nlargest(_MOST_PROCESSES, known, key=_weight)
+        largest = heapq.nlargest(_MOST_PROCESSES, known, key=_Seen.weight)
         largest.sort(key=lambda seen: seen.start_ns)
         names = [field.name for field in fields(Process)]
         return tuple(Process(**{name: getattr(seen, name) for name in names}) for seen in largest)
@@ -203,22 +196,23 @@ def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
     """
     files: dict[str, OpenFile] = {}
     for path, mapped_bytes in (_mapped(pid) if with_mapped else {}).items():
-        with contextlib.suppress(OSError):  # the file was deleted
+        with suppress(OSError):  # the file was deleted
             if size := _large_size(f"/proc/{pid}/root{path}"):
                 files[path] = OpenFile(one_line(path), size, mapped_bytes=mapped_bytes)
     for link in islice(Path(f"/proc/{pid}/fd").iterdir(), _MOST_DESCRIPTORS):
-        with contextlib.suppress(OSError):  # the file was closed
+        with suppress(OSError):  # the file was closed
             if not (size := _large_size(str(link))):
                 continue
             path = str(link.readlink()).removesuffix(" (deleted)")
-            lines = read_text(f"/proc/{pid}/fdinfo/{link.name}").splitlines()[:2]
-            about = dict(line.split(":", 1) for line in lines)
-            only_writes = int(about["flags"], 8) & _ACCESS_MODE == os.O_WRONLY
+            position, flags, *_ = read_text(f"/proc/{pid}/fdinfo/{link.name}").split("\n")
+            only_writes = int(flags.split()[1], 8) & os.O_ACCMODE == os.O_WRONLY
             if only_writes or _LIBRARY.fullmatch(path):  # the linker has it open to read its header
                 continue
             was = files.get(path, OpenFile(one_line(path), size))
-            position = max(int(about["pos"]), was.position_bytes or 0)  # it may be open twice
-            files[path] = replace(was, size_bytes=size, position_bytes=position)
+            furthest = max(
+                int(position.split()[1]), was.position_bytes or 0
+            )  # it may be open twice
+            files[path] = replace(was, size_bytes=size, position_bytes=furthest)
     return tuple(sorted(files.values(), key=lambda file: -file.size_bytes)[:_MOST_OPEN_FILES])
 
 
@@ -232,13 +226,12 @@ def _mapped(pid: int) -> dict[str, int]:
     mapped: dict[str, int] = {}
     programs: set[str] = set()
     for line in read_text(f"/proc/{pid}/maps").split("\n"):
-        parts = line.split(maxsplit=_MAPS_FIELDS - 1)
-        if len(parts) < _MAPS_FIELDS or not (path := parts[-1]).startswith("/"):
-            continue
-        if "x" in parts[1] or path.endswith(("/locale-archive", " (deleted)")):
-            programs.add(path)
-        start, _, end = parts[0].partition("-")
-        mapped[path] = mapped.get(path, 0) + int(end, 16) - int(start, 16)
+        addresses, mode, _, _, _, path, *_ = [*line.split(maxsplit=5), *[""] * 6]
+        if path.startswith("/"):
+            if "x" in mode or path.endswith(("/locale-archive", " (deleted)")):
+                programs.add(path)
+            start, _, end = addresses.partition("-")
+            mapped[path] = mapped.get(path, 0) + int(end, 16) - int(start, 16)
     return {path: size for path, size in mapped.items() if path not in programs}
 
 

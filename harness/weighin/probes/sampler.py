@@ -6,13 +6,14 @@ takes long, because the kernel walks the whole address space. So each process's 
 read only when a command uses clearly more memory than at the last such reading.
 """
 
-import contextlib
 import csv
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -20,45 +21,34 @@ import psutil
 
 from weighin.phase_reporter import memory_of as memory_fields
 from weighin.phase_reporter import parse_faults, parse_status
-from weighin.probes.cgroup import (
-    Cgroup,
-    folders_of,
-    has_left,
-    memory_cgroup_of,
-    parent_of,
-    room_in,
-)
-from weighin.probes.process import Shares, read_private, read_shares, read_status
+from weighin.probes.cgroup import Cgroup, folders_of, has_left_for, parent_of, room_in
+from weighin.probes.process import Shares, read_rollup, read_shares, read_status
 from weighin.probes.process_table import Pause, ProcessTable, command_of
 from weighin.result import Sample
 from weighin.units import MIB
 
 _INTERVAL_S: Final = 0.02
 _LOAD_INTERVAL_S: Final = 0.005
-_PAUSE_S: Final = 0.02
+_FAST_INTERVAL_S: Final = 0.001
+_NEAR: Final = 4  # the limit is near if the command's growth meets it within so many intervals
+_SEARCH_S: Final = 0.1  # between two searches for descendants, or readings of other processes
+_MUCH_MORE: Final = 1.2  # times the usage of the last table; then a new table is read at once
 _KERNEL_PARTS: Final = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
 """The parts of kernel memory in memory.stat of v2, for kernels before 5.18, which give no sum."""
-_SEARCH_S: Final = 0.1  # between two searches for descendants, or readings of other processes
-_FAST_INTERVAL_S: Final = 0.001
-_MUCH_MORE: Final = 1.2  # times the usage of the last table; then a new table is read at once
-_PRIORITY: Final = 1  # the lowest real-time priority
-_NEAR: Final = 4  # the limit is near if the command's growth meets it within so many intervals
 _Read = TypeVar("_Read")
 
 
 class Sampler:
     """Samples the memory of a command with all its processes, or of those that load.
 
-    A command in a cgroup has what the kernel counts for it and below it, where ``file_bytes`` is the
-    mapped page cache. The kernel reclaims the pages of its lists active_file and inactive_file: page cache
-    that is not locked, and anonymous pages that were given back (MADV_FREE).
-
-    A command without a cgroup has the sum of the PSS of its processes, which misses shared memory that is
-    written, but not mapped. A sample between two sums repeats the last sum, with the change of anonymous
-    memory since then if it is that of just one process.
-
-    A load has the sum of the anonymous memory of its ranks, and the cgroup's file-backed and shared memory,
-    which counts a shared page only once; without a cgroup, the largest of any one rank.
+    * A command in a cgroup: what the kernel counts for it and below it, where ``file_bytes`` is the mapped page
+      cache. The kernel reclaims its lists active_file and inactive_file: page cache that is not locked, and
+      anonymous pages that were given back (MADV_FREE).
+    * A command without a cgroup: the sum of the PSS of its processes, which misses shared memory that is
+      written, but not mapped. A sample between two sums repeats the last sum, with the change of anonymous
+      memory since then if it is that of just one process.
+    * A load: the sum of the anonymous memory of its ranks, and the cgroup's file-backed and shared memory,
+      which counts a shared page only once; without a cgroup, the largest of any one rank.
 
     Attributes:
         caches_bytes: on cgroup v1, which does not count them apart, the kernel's caches of files' names
@@ -91,13 +81,13 @@ class Sampler:
         self.last_peaks_rss_bytes: list[int | None] = [None for _ in loading]
         self.rank_samples: dict[int, list[Sample]] = {}
         self._pid, self._find_members, self._cgroup = pid, members, cgroup
+        self._loading, self._measured = loading, {pid, os.getpid(), *loading}
         self._at_sample = at_sample
         # Ranks take no more processor time than one process.
         self._interval_s = interval_s or len(loading) * _LOAD_INTERVAL_S or _INTERVAL_S
-        self._opened: list[int] = []
-        self._loading = [self._open(f"/proc/{n}/status", f"/proc/{n}/stat") for n in loading]
-        self._measured = {pid, os.getpid(), *loading}
+        self._opened: dict[str, int] = {}
         self._members = [pid]
+        self._look_around_ns = 0  # when the members and kills of a load's cgroup are read again
         self._search = Pause(_SEARCH_S if cgroup or loading else 0.0)
         self._others_pause = Pause(_SEARCH_S)  # the kernel walks the address space of each process
         self._keeping = Pause()
@@ -107,10 +97,8 @@ class Sampler:
         self._limit, self._is_lifted = cgroup.read("limit") if cgroup else None, False
         # The peaks of a load are exact, so it is not sampled faster near its limit.
         self._room_bytes = room_in(cgroup.path) if cgroup and not loading else None
-        self._inside: set[int] = set()
-        self._files = self._open(cgroup.file("usage"), cgroup.file("stat")) if cgroup else []
+        self._inside = {pid}
         self._kills: dict[str, int] = {}
-        self._look_around_ns = 0  # when the members and kills of a load's cgroup are read again
         # Of a tree of processes:
         self._sum, self._is_fresh = Pause(), True  # False if the last sample repeats an earlier sum
         self._shares: dict[int, Shares] = {}
@@ -119,30 +107,14 @@ class Sampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
-    def _open(self, *paths: str | Path) -> list[int]:
-        files = []
-        for path in paths:
-            try:
-                files.append(os.open(path, os.O_RDONLY))
-            except OSError:  # the process has ended, or the group was removed
-                return [-1, -1]
-            self._opened.append(files[-1])
-        return files
-
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> list[Sample]:
         """Take a last sample, end the thread, and return all samples."""
-        if not self._stop.is_set():
-            self._stop.set()
-            self._thread.join()
-            self.close()
+        self._stop.set()
+        self._thread.join()
         return self.samples
-
-    def close(self) -> None:
-        while self._opened:
-            os.close(self._opened.pop())
 
     def without_caches(self) -> list[Sample]:
         """Return the samples with ``caches_bytes``; call it when all processes have ended."""
@@ -151,11 +123,11 @@ class Sampler:
             return self.samples
         deadline = time.monotonic() + 0.2  # in which the kernel frees memory of ended processes
         while (left := group.read("kernel") or 0) >= MIB and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
+            time.sleep(_INTERVAL_S)
         self.caches_bytes = left
         self.peak, self._most_needed_bytes = None, 0
         for index, sample in enumerate(self.samples):
-            reclaimable_bytes = min(self.caches_bytes, sample.kernel_bytes or 0)
+            reclaimable_bytes = min(left, sample.kernel_bytes or 0)
             self.samples[index] = replace(sample, kernel_reclaimable_bytes=reclaimable_bytes)
             self._note_peak(self.samples[index])
         return self.samples
@@ -168,26 +140,26 @@ class Sampler:
     def _run(self) -> None:
         """A command that, growing as now, would meet its limit within 4 intervals is sampled every millisecond."""
         if not self._loading:
-            # A real-time priority lets the thread run although the command uses all processors; the
-            # processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
-            with contextlib.suppress(OSError):
-                policy, priority = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY)
-                os.sched_setscheduler(0, policy, priority)
+            # The lowest real-time priority lets the thread run although the command uses all processors;
+            # the processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
+            with suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
         before: Sample | None = None
         is_last = False
         while not is_last:  # the last sample is taken after the stop
-            is_last, due_s = self._stop.is_set(), time.monotonic() + self._interval_s
+            is_last, start_s, interval_s = self._stop.is_set(), time.monotonic(), self._interval_s
             now = self._look()
             if now and before and self._room_bytes is not None:
                 rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
-                if rate * self._interval_s * _NEAR > self._room_bytes - _used(now):
-                    due_s += min(_FAST_INTERVAL_S - self._interval_s, 0)
+                if rate * interval_s * _NEAR > self._room_bytes - _used(now):
+                    interval_s = min(_FAST_INTERVAL_S, interval_s)
             before = now
-            self._stop.wait(max(due_s - time.monotonic(), 0))
+            self._stop.wait(max(start_s + interval_s - time.monotonic(), 0))
+        while self._opened:
+            os.close(self._opened.popitem()[1])
 
     def _look(self) -> Sample | None:
-        t_ns = time.monotonic_ns()
-        pids = self._members
+        t_ns, pids = time.monotonic_ns(), self._members
         if not self._loading or t_ns >= self._look_around_ns or self._stop.is_set():
             # This takes three times as long as a load's own sample.
             self._look_around_ns = t_ns + int(_INTERVAL_S * 1e9)
@@ -201,16 +173,14 @@ class Sampler:
             return None
         self.samples.append(sample)
         self._note_peak(sample)
-        if not self._loading:
-            step_bytes = max(MIB, _usage(sample) // 100)
-            is_new = self._is_fresh and self._is_more(sample, self._kept, step_bytes)
-            is_due = self._keeping.begin()
-            if is_new and (is_due or _used(sample) > _MUCH_MORE * _used(self._kept or sample)):
-                # The shares of a tree are those of the last sum.
-                shares = _each(read_shares, self.pids()) if self._cgroup else self._shares
-                self.table.keep(shares)
-                self._kept = sample
-                self._keeping.end()
+        step_bytes = max(MIB, _usage(sample) // 100)
+        if not self._loading and self._is_fresh and self._is_more(sample, self._kept, step_bytes):
+            with self._keeping as is_due:
+                if is_due or _used(sample) > _MUCH_MORE * _used(self._kept or sample):
+                    # The shares of a tree are those of the last sum.
+                    shares = _each(read_shares, self.pids()) if self._cgroup else self._shares
+                    self.table.keep(shares)
+                    self._kept = sample
         if self._at_sample:
             self._at_sample(t_ns, _used(sample))
         return sample
@@ -227,48 +197,46 @@ class Sampler:
         if before is None:
             return True
         slack = max(MIB, self._most_needed_bytes // 100)
-        if sample.needed_bytes > before.needed_bytes + slack:
-            return True
         is_most = sample.needed_bytes >= self._most_needed_bytes - slack
-        return is_most and _usage(sample) >= _usage(before) + step_bytes
+        uses_more = _usage(sample) >= _usage(before) + step_bytes
+        return sample.needed_bytes > before.needed_bytes + slack or (is_most and uses_more)
 
     def pids(self) -> list[int]:
         if self._cgroup:
             self._members = self._find_members()
             if not self.escape:
-                self._look_for_escapes(self._cgroup, self._members)
-        elif self._search.begin():
-            self._members = self._find_members()
-            self._search.end()
+                self._look_for_escapes(self._cgroup)
+            return self._members
+        with self._search as is_due:
+            if is_due:
+                self._members = self._find_members()
         return self._members
 
-    def _look_for_escapes(self, cgroup: Cgroup, found: list[int]) -> None:
+    def _look_for_escapes(self, cgroup: Cgroup) -> None:
+        """Look at processes that were in the cgroup before and, each 0.1 s, at children of those in it."""
         who, whose = "the command", "the command's"
         if self._loading:
             who, whose = "the measured process", "its"
         if not self._is_lifted and cgroup.read("limit") != self._limit and cgroup.path.exists():
             self.escape = f"{who} changed the limit of its cgroup"
-        first = {self._pid} if self._pid else set()
-        before, self._inside = self._inside | first, set(found)
-        suspects = before - self._inside
-        if self._pid and self._search.begin():
-            family, parents = self._inside | first, {pid: parent_of(pid) for pid in psutil.pids()}
-            while new := {pid for pid, parent in parents.items() if parent in family} - family:
-                family |= new
-            suspects |= family - self._inside
-            self._search.end()
+        inside = set(self._members)
+        suspects = self._inside - inside
+        self._inside = inside | {self._pid}
+        with self._search as is_due:
+            if is_due:
+                suspects |= {
+                    pid for pid in psutil.pids() if parent_of(pid) in self._inside
+                } - inside
         for pid in suspects:
-            if Path(f"/proc/{pid}").exists() and has_left(pid, cgroup.path):
+            if where := has_left_for(pid, cgroup.path):
                 name = "a process"
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     name = command_of(pid, "comm")
-                where = memory_cgroup_of(pid) or "another"
                 self.escape = f"{name} (pid {pid}) left {whose} cgroup for {where}"
 
     def _count_kills(self, cgroup: Cgroup) -> None:
         for folder in folders_of(cgroup.path):
-            group = cgroup if folder == str(cgroup.path) else Cgroup(Path(folder))
-            if (kills := group.read_oom_kills()) is not None:
+            if (kills := Cgroup(Path(folder)).read_oom_kills()) is not None:
                 self._kills[folder] = kills
         ever = cgroup.numbers("oom_below").get("oom_kill")
         if self._kills or ever is not None:
@@ -277,28 +245,34 @@ class Sampler:
     def read(self, t_ns: int, pids: list[int]) -> Sample | None:
         group, charge, stat = self._cgroup, None, dict[str, int]()
         if group:
-            with contextlib.suppress(OSError, ValueError):  # the group was removed
-                usage, text = map(_pread, self._files)
+            with suppress(OSError, ValueError):  # the group was removed
+                usage, text = self._pread(group.file("usage")), self._pread(group.file("stat"))
                 charge, stat = int(usage), group.parse_stat(text)
         if self._loading:
-            if len(self._loading) == 1:
-                self._add_up_others(pids)
-            return self._of_load(t_ns, charge, stat)
+            return self._of_load(t_ns, pids, charge, stat)
         if group:
             return None if charge is None else self._of_group(group, t_ns, charge, stat)
         return self._of_tree(t_ns, pids)
 
-    def _of_load(self, t_ns: int, charge: int | None, stat: dict[str, int]) -> Sample | None:
-        for number, files in enumerate(self._loading):
-            try:
-                status_text, stat_text = map(_pread, files)
-                status, (minor, major) = parse_status(status_text), parse_faults(stat_text)
+    def _pread(self, path: str | Path) -> str:
+        """Read a file that stays open, which halves the time of a load's sample."""
+        if (path := str(path)) not in self._opened:
+            self._opened[path] = os.open(path, os.O_RDONLY)
+        return os.fsdecode(os.pread(self._opened[path], 16384, 0))  # a name may be no UTF-8
+
+    def _of_load(
+        self, t_ns: int, pids: list[int], charge: int | None, stat: dict[str, int]
+    ) -> Sample | None:
+        for number, pid in enumerate(self._loading):
+            with suppress(OSError, KeyError, ValueError):  # it has ended, or is a zombie
+                status = parse_status(self._pread(f"/proc/{pid}/status"))
+                minor, major = parse_faults(self._pread(f"/proc/{pid}/stat"))
                 self.last_peaks_rss_bytes[number] = status["VmHWM"]
                 memory = memory_fields(status)
-            except (OSError, KeyError, ValueError):  # it has ended, or is a zombie without memory
-                continue
-            own = Sample(t_ns=t_ns, minor_faults=minor, major_faults=major, **memory)
-            self.rank_samples.setdefault(number, []).append(own)
+                own = Sample(t_ns=t_ns, minor_faults=minor, major_faults=major, **memory)
+                self.rank_samples.setdefault(number, []).append(own)
+        if len(self._loading) == 1:
+            self._add_up_others(pids)
         now = [samples[-1] for samples in self.rank_samples.values()]
         if not any(one.t_ns == t_ns for one in now):
             return None
@@ -349,17 +323,16 @@ class Sampler:
 
     def _of_tree(self, t_ns: int, pids: list[int]) -> Sample | None:
         status = _each(read_status, pids)  # a zombie, which has no memory, is left out
-        self._is_fresh = self._sum.begin()
-        if self._is_fresh:
-            # ``RssAnon`` is read before and after the PSS, because the processes may grow meanwhile.
-            # The two readings give the bounds of what their sum counts twice: the previous result
-            # stays if it lies between the bounds, else it becomes the nearer bound.
-            self._shares, self._status = _each(read_shares, [*status]), status
-            shared = sum(each.anon for each in self._shares.values())
-            sums = (_anon(each) - shared for each in (status, _each(read_status, [*status])))
-            least, most = sorted(sums)
-            self._counted_twice = min(max(self._counted_twice, least), most)
-            self._sum.end()
+        with self._sum as self._is_fresh:
+            if self._is_fresh:
+                # ``RssAnon`` is read before and after the PSS, because the processes may grow meanwhile.
+                # The two readings give the bounds of what their sum counts twice: the previous result
+                # stays if it lies between the bounds, else it becomes the nearer bound.
+                self._shares, self._status = _each(read_shares, [*status]), status
+                shared = sum(each.anon for each in self._shares.values())
+                sums = (_anon(each) - shared for each in (status, _each(read_status, [*status])))
+                least, most = sorted(sums)
+                self._counted_twice = min(max(self._counted_twice, least), most)
         if not self._shares or not status:
             return None
         grown = 0
@@ -373,12 +346,13 @@ class Sampler:
         return Sample(t_ns, rss, anon, file, shmem, swap, 0, 0, locked_bytes=locked)
 
     def _add_up_others(self, pids: list[int]) -> None:
-        if not self._others_pause.begin():
-            return
-        sizes = _each(read_private, [pid for pid in pids if pid not in (self._pid, os.getpid())])
-        number, private_bytes = self.others
-        self.others = max(number, len(sizes)), max(private_bytes, sum(sizes.values()))
-        self._others_pause.end()
+        with self._others_pause as is_due:
+            if is_due:
+                rollups = _each(read_rollup, [pid for pid in pids if pid not in self._measured])
+                parts = (part for each in rollups.values() for part in each.items())
+                private_bytes = sum(size for name, size in parts if name.startswith("Private_"))
+                number, most_bytes = self.others
+                self.others = max(number, len(rollups)), max(most_bytes, private_bytes)
 
 
 def _usage(sample: Sample) -> int:
@@ -389,23 +363,18 @@ def _used(sample: Sample) -> int:
     return max(_usage(sample) - sample.reclaimable_bytes, 0)
 
 
-def _pread(file: int) -> str:
-    return os.fsdecode(os.pread(file, 16384, 0))  # a process's name may be no UTF-8
+def _anon(status: dict[int, dict[str, int]]) -> int:
+    return sum(one["RssAnon"] for one in status.values())
 
 
 def _each(read: Callable[[int], _Read | None], pids: Sequence[int]) -> dict[int, _Read]:
     """Return what is read of each process; without those that end, or are another user's."""
     found: dict[int, _Read] = {}
     for pid in pids:
-        with contextlib.suppress(OSError):
-            value = read(pid)
-            if value is not None and value != {}:
+        with suppress(OSError):
+            if value := read(pid):
                 found[pid] = value
     return found
-
-
-def _anon(status: dict[int, dict[str, int]]) -> int:
-    return sum(one["RssAnon"] for one in status.values())
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
@@ -413,4 +382,4 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(names)
-        writer.writerows([getattr(sample, name) for name in names] for sample in samples)
+        writer.writerows(map(attrgetter(*names), samples))

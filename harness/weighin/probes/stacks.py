@@ -4,17 +4,15 @@ A command that is killed for lack of memory prints no traceback, but these stack
 ran last. py-spy stops each process while it reads that process's memory.
 """
 
-import contextlib
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +41,6 @@ _LEAST_SHARE: Final = 0.75  # of the limit; a stack at less usage tells nothing 
 _MARGIN: Final = 0.1
 _MARGIN_BYTES: Final = 32 * MIB
 _STEPS_IN_MARGIN: Final = 16  # readings while the usage rises through the margin, at most
-_RUNS: Final = "RD"  # the states of a thread that runs (R), or is in uninterruptible sleep (D)
 
 
 class StackTaker:
@@ -57,15 +54,15 @@ class StackTaker:
         self._pids = pids
         self._limit = room_in(cgroup) if cgroup else None
         self._margin_bytes = max(_MARGIN_BYTES, int((self._limit or 0) * _MARGIN))
-        self._start_s = time.monotonic()
+        self._start_s = self._reading_s = self._read_s = time.monotonic()
         self._taken_ns = self._taken_bytes = 0
         self._last = (0, 0)
         self._was_near = False
-        self._found: list[Stack] = []
-        self._reading: threading.Thread | None = None
-        self._looks: deque[tuple[Stack, ...]] = deque(maxlen=_KEPT)
-        self._others: set[str] = set()
-        self._program = _find_program()
+        self._reading: list[Future[list[Stack]]] = []
+        self._looks: deque[list[Stack]] = deque(maxlen=_KEPT)
+        self._others: set[Path] = set()  # programs that are not Python
+        folder = str(Path(sys.executable).parent)
+        self._program = shutil.which("py-spy", path=folder) or shutil.which("py-spy") or ""
         self._error = "no Python process used more memory than before"
         if not self._program:
             self._error = f"py-spy is not installed: {install.command('stacks')}"
@@ -86,47 +83,44 @@ class StackTaker:
         Sampling goes on meanwhile, and the largest usage until the reading has ended is that of its
         stacks.
         """
-        if self._reading:
-            is_alive = self._reading.is_alive()
-            if usage_bytes > self._taken_bytes:
-                self._taken_ns, self._taken_bytes = t_ns, usage_bytes
-            if is_alive:
-                return
+        is_read = all(one.done() for one in self._reading)
+        if self._reading and usage_bytes > self._taken_bytes:
+            self._taken_ns, self._taken_bytes = t_ns, usage_bytes
+        if not is_read:
+            return
         self._keep()
         if not self._program or not self._is_worth(t_ns, usage_bytes):
             return
         sizes = {}
         for pid in self._pids():
-            with contextlib.suppress(OSError):  # the process has ended, or is another user's
+            with suppress(OSError):  # the process has ended, or is another user's
                 if _program_of(pid) not in self._others:
                     sizes[pid] = read_status(pid).get("VmRSS", 0)
         if pids := sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]:
             self._taken_ns, self._taken_bytes = t_ns, usage_bytes
-            reading = threading.Thread(target=self._read, args=(self._program, pids))
+            self._reading_s = self._read_s = time.monotonic()
+            pool = ThreadPoolExecutor(len(pids))
             try:
-                reading.start()
-                self._reading = reading
+                for pid in pids:
+                    self._reading.append(pool.submit(self._dump, pid))
             except RuntimeError as error:  # this user has too many processes
                 self._error = f"py-spy does not start: {error}"
-
-    def _read(self, program: str, pids: list[int]) -> None:
-        start_s = time.monotonic()
-        try:
-            with ThreadPoolExecutor(len(pids)) as pool:
-                dumps = pool.map(partial(self._dump, program, start_s + _PATIENCE_S), pids)
-                self._found = [stack for stacks in dumps for stack in stacks]
-        except RuntimeError as error:  # this user has too many processes
-            self._error = f"py-spy does not start: {error}"
-        self.frozen_ns += int((time.monotonic() - start_s) * 1e9)
+            pool.shutdown(wait=False)
 
     def _keep(self) -> None:
-        if self._reading:
-            self._reading.join()
+        found = []
+        for one in self._reading:
+            if error := one.exception():
+                self._error = f"the answer of py-spy cannot be read: {error!r}"
+            else:
+                found += one.result()
+        if found:
             t_ns, usage_bytes = self._taken_ns, self._taken_bytes
-            stacks = [replace(one, t_ns=t_ns, usage_bytes=usage_bytes) for one in self._found]
-            if stacks:
-                self._looks.append(tuple(stacks))
-            self._reading, self._found = None, []
+            found = [replace(stack, t_ns=t_ns, usage_bytes=usage_bytes) for stack in found]
+            self._looks.append(found)
+        if self._reading:
+            self.frozen_ns += int((self._read_s - self._reading_s) * 1e9)
+            self._reading = []
 
     def _is_worth(self, t_ns: int, usage_bytes: int) -> bool:
         """Near the limit, where the kernel may kill the command at any moment, the first reading is
@@ -146,81 +140,78 @@ class StackTaker:
         is_allowed = self.frozen_ns / 1e9 <= _SHARE * (time.monotonic() - self._start_s)
         return growth >= least_bytes and (is_allowed or is_much)
 
-    def _dump(self, program: str, deadline_s: float, pid: int) -> list[Stack]:
+    def _dump(self, pid: int) -> list[Stack]:
         """Return a process's stacks. One with a thread in uninterruptible sleep, which does not stop,
         is read without a stop after 1 second, and so is one that strace or a debugger traces.
         """
-        running = _threads_in(pid, _RUNS)
+        states, found = _states_of_threads(pid), list[Stack]()
         for options in ((), ("--nonblocking",)):
-            left_s = deadline_s - time.monotonic()
-            if not options and _threads_in(pid, "D"):
+            left_s = self._reading_s + _PATIENCE_S - time.monotonic()
+            if not options and "D" in states.values():
                 left_s = min(left_s, _STOP_PATIENCE_S)
             try:
                 ended = subprocess.run(
-                    [program, "dump", "--json", *options, "--pid", str(pid)],
+                    [self._program, "dump", "--json", *options, "--pid", str(pid)],
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     timeout=max(left_s, 0),
                     start_new_session=True,  # Ctrl-C must not end py-spy
                     check=False,
                 )
-                return _stacks_of(pid, parse_json(ended.stdout), running)
+                found = _stacks_of(pid, parse_json(ended.stdout), states)
+                break
             except subprocess.TimeoutExpired:
                 self._error = f"py-spy got no answer within {_PATIENCE_S:.0f} s"
             except OSError as error:  # for example, this user has too many processes
                 self._error = f"py-spy does not start: {error.strerror}"
-                return []
+                break
             except ValueError:  # of no JSON
                 why = ended.stderr.decode(errors="replace").partition("Stack backtrace")[0]
                 if options or "Failed to suspend" not in why:
                     self._note_failure(pid, why)
-                    return []
-        return []
+                    break
+        self._read_s = time.monotonic()
+        return found
 
     def _note_failure(self, pid: int, error: str) -> None:
-        with contextlib.suppress(OSError):
-            name = _program_of(pid)
+        with suppress(OSError):
+            program = _program_of(pid)
             if "ermission" in error:
                 self._error = (
                     "this user may not read the memory of the command's processes: run as root,"
                     " or sudo sysctl kernel.yama.ptrace_scope=0"
                 )
-            elif "python" in Path(name).name or "/libpython" in read_text(f"/proc/{pid}/maps"):
-                self._error = f"py-spy cannot read {one_line(name)}: {one_line(error)}"
+            elif "python" in program.name or "/libpython" in read_text(f"/proc/{pid}/maps"):
+                self._error = f"py-spy cannot read {one_line(str(program))}: {one_line(error)}"
             else:
-                self._others.add(name)
+                self._others.add(program)
 
 
-def _find_program() -> str | None:
-    return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+def _program_of(pid: int) -> Path:
+    return Path(f"/proc/{pid}/exe").readlink()
 
 
-def _program_of(pid: int) -> str:
-    return str(Path(f"/proc/{pid}/exe").readlink())
-
-
-def _threads_in(pid: int, states: str) -> set[int]:
-    found = set()
-    with contextlib.suppress(OSError):
+def _states_of_threads(pid: int) -> dict[int, str]:
+    """Return letters: R for a thread that runs, D for one in uninterruptible sleep, and others."""
+    states = {}
+    with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            if read_text(f"{task}/stat").rpartition(")")[2].split()[0] in states:
-                found.add(int(task.name))
-    return found
+            states[int(task.name)] = read_text(f"{task}/stat").rpartition(")")[2].split()[0]
+    return states
 
 
-def _stacks_of(pid: int, threads: list[Any], running: set[int]) -> list[Stack]:
+def _stacks_of(pid: int, threads: list[Any], states: dict[int, str]) -> list[Stack]:
     """Return up to 8 stacks of a process: running threads first, and among equal threads, the thread
     with the GIL and the main thread first. Of more than 40 frames, only the first and last 20 are kept.
     """
-    folder, half = "", _MOST_FRAMES // 2
-    with contextlib.suppress(OSError):
+    folder, half, stacks = "", _MOST_FRAMES // 2, []
+    with suppress(OSError):
         folder = f"{Path(f'/proc/{pid}/cwd').readlink()}/"
 
     def order(thread: Any) -> tuple[bool, bool, bool]:
         number = thread["os_thread_id"]
-        return number not in running, not thread["owns_gil"], number != pid
+        return states.get(number) not in ("R", "D"), not thread["owns_gil"], number != pid
 
-    stacks = []
     for each in sorted((one for one in threads if one["frames"]), key=order)[:_MOST_THREADS]:
         lines = [
             one_line(f"{one['name']} ({one['filename'].removeprefix(folder)}:{one['line']})")
