@@ -16,12 +16,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil, inf
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0  # from SIGKILL to the end of a process
-_PART_BYTES = 4096
-_ORPHANED = 125
+ORPHANED = 125
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
 _LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load it between fork and exec
 _MOST_READ_BYTES = 1 << 20
@@ -56,7 +55,8 @@ class Channel:
     def __init__(self, descriptor: int, other: int | None = None) -> None:
         import socket  # imported here to save a worker's memory
 
-        self._socket, self._other, self._read = socket.socket(fileno=descriptor), other, bytearray()
+        self._socket, self._read = socket.socket(fileno=descriptor), bytearray()
+        self._awaited = [descriptor] if other is None else [descriptor, other]
 
     def send(self, event: str, **fields: Any) -> None:
         """Send an event; do nothing if the other process has ended."""
@@ -67,17 +67,15 @@ class Channel:
         """Return the next event; None after the last one, or if the other process has ended, although one
         that it forked may keep the socket open. TimeoutError: none came in ``timeout_s``.
         """
-        deadline, ours, start = monotonic() + timeout_s, self._socket.fileno(), 0
+        deadline, start = monotonic() + timeout_s, 0
         while (end := self._read.find(b"\n", start)) < 0:
             start = len(self._read)  # a long event is searched once
-            found = ready(
-                [ours, *([] if self._other is None else [self._other])], deadline - monotonic()
-            )
-            if not found:
+            if not (found := ready(self._awaited, deadline - monotonic())):
                 raise TimeoutError
-            data = b""
-            with contextlib.suppress(OSError):  # it was killed
-                data = self._socket.recv(_MOST_READ_BYTES) if ours in found else b""
+            try:
+                data = self._socket.recv(_MOST_READ_BYTES) if self._awaited[0] in found else b""
+            except OSError:  # it was killed
+                data = b""
             if not data:
                 return None
             self._read += data
@@ -95,7 +93,7 @@ class Tail:
         self._reader.start()
 
     def _read(self, file: int) -> None:
-        while data := os.read(file, _PART_BYTES):
+        while data := os.read(file, 4096):
             self._text = (self._text + data)[-STDERR_KEPT_BYTES:]
         os.close(file)
 
@@ -106,7 +104,7 @@ class Tail:
         return self._text
 
 
-class Child(Channel):
+class Child(Channel, contextlib.AbstractContextManager["Child"]):
     """A running child in a session and process group of its own, which Ctrl-C does not reach."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
@@ -130,9 +128,6 @@ class Child(Channel):
         self._printed = Tail(os.dup(self._popen.stdout.fileno()))
         self._popen.stdout.close()
         self._is_closed = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -166,9 +161,7 @@ class Child(Channel):
 def ask(
     command: Sequence[str], variables: Mapping[str, str], timeout_s: float = inf
 ) -> tuple[dict[str, Any] | None, str]:
-    """Run a command to its end, and return the event that it sent; None and why, if it failed or sent none. After
-    ``timeout_s``, kill it and raise TimeoutError.
-    """
+    """Run a command to its end; return the event that it sent, or None and why, if it failed or sent none."""
     deadline = monotonic() + timeout_s
     with Child(command, variables) as child:
         event = child.receive(timeout_s)
@@ -214,7 +207,7 @@ def end_with_parent(parent: int = 0) -> None:
     """
     _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG in linux/prctl.h
     if parent and os.getppid() != parent:
-        os._exit(_ORPHANED)
+        os._exit(ORPHANED)
 
 
 def adopt_orphans(*, adopt: bool = True) -> bool:
@@ -230,8 +223,8 @@ def ready(descriptors: list[int], timeout_s: float) -> list[int]:
     poll = select.poll()  # select cannot wait for descriptors above 1023, as of many open files
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
-    found = poll.poll(None if timeout_s == inf else ceil(max(0.0, timeout_s) * 1000))
-    return [descriptor for descriptor, _ in found]
+    timeout_ms = None if timeout_s == inf else ceil(max(0.0, timeout_s) * 1000)
+    return [descriptor for descriptor, _ in poll.poll(timeout_ms)]
 
 
 def write(descriptor: int, data: bytes) -> bool:
@@ -254,8 +247,7 @@ def printed_lines(printed: bytes) -> list[str]:
 
 
 def last_line(printed: bytes) -> str:
-    lines = printed_lines(printed)
-    return lines[-1].strip() if lines else ""
+    return "".join(printed_lines(printed)[-1:]).strip()
 
 
 def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:

@@ -101,11 +101,11 @@ class Connection:
         packet = json.dumps(message, separators=(",", ":")).encode()
         if not self._is_ours():
             self._descriptor = -1
-        descriptor = None if self._descriptor < 0 else self._descriptor
-        connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET, 0, descriptor)
+        known = None if self._descriptor < 0 else self._descriptor
+        connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET, 0, known)
         try:
             connection.settimeout(self._patience_s)
-            if descriptor is None:
+            if known is None:
                 with address(self._path) as place:
                     connection.connect(place)
                 self._inode = os.fstat(connection.fileno()).st_ino
@@ -156,14 +156,24 @@ class Reporter:
             self._tell(number)
 
     def _tell(self, number: int, name: str | None = None) -> None:
-        """Report a begin or, without a ``name``, an end."""
+        """Send what this process reads of itself; at the begin of a phase, with a ``name``, reset the mark."""
         if self._is_off:
             return
         if not self._lock.acquire(timeout=PATIENCE_S):
             self._is_off = True
             return
         try:
-            self._report(number, name)
+            fields = {"event": "end", "id": number, "t_ns": monotonic_ns()} | read_figures()
+            if name is not None:
+                name = (
+                    str(name)[:LONGEST_NAME].encode(errors="replace").decode()
+                )  # no lone surrogate
+                fields |= {"event": "begin", "name": name, "resets": True}
+                try:
+                    reset_peak()  # before weighin samples this process as one in the new phase
+                except OSError:  # the program has another user now, or /proc is read-only
+                    fields["resets"] = False
+            self._connection.send(fields, wait=True)
         except Exception:  # the measured program must go on as it would without weighin
             self._is_off = True
             self._connection.drop()
@@ -172,18 +182,6 @@ class Reporter:
             raise
         finally:
             self._lock.release()
-
-    def _report(self, number: int, name: str | None) -> None:
-        """Send what this process reads of itself; at the begin of a phase, reset the mark."""
-        fields = {"event": "end", "id": number, "t_ns": monotonic_ns()} | read_figures()
-        if name is not None:
-            name = str(name)[:LONGEST_NAME].encode(errors="replace").decode()  # no lone surrogate
-            fields |= {"event": "begin", "name": name, "resets": True}
-            try:
-                reset_peak()  # before weighin samples this process as one in the new phase
-            except OSError:  # the program has another user now, or /proc is read-only
-                fields["resets"] = False
-        self._connection.send(fields, wait=True)
 
     def _after_fork(self) -> None:
         self._lock = RLock()

@@ -170,8 +170,6 @@ def test_the_device_is_described_as_the_drivers_tools_name_it(allocator: Allocat
         "cuda": torch.version.cuda,
         "cuda_allocator": "native",
     }
-    del allocator.properties["uuid"]  # torch before 2.4
-    assert CudaMemory(DEVICE).describe()["gpu_uuid"] is None
 
 
 def test_a_plain_device_needs_no_note(allocator: Allocator) -> None:
@@ -182,14 +180,12 @@ def test_a_plain_device_needs_no_note(allocator: Allocator) -> None:
 
 def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
     memory = CudaMemory(DEVICE)
-    allocator.properties |= {"name": "Example MIG 1g.10gb", "is_integrated": 1}
+    allocator.properties["is_integrated"] = 1
     allocator.backend = "cudaMallocAsync"
     allocator.peaks[2] = 3 * GIB
     assert memory.notes() == [
-        "Example MIG 1g.10gb has no memory of its own: CUDA memory is part of the RAM, but a RAM"
+        "Example 80GB has no memory of its own: CUDA memory is part of the RAM, but a RAM"
         " limit may not apply to it",
-        "Example MIG 1g.10gb is a partition of a GPU (MIG): all figures are of this partition,"
-        " and times depend on programs in the other partitions",
         "the CUDA allocator is cudaMallocAsync: requested and reserved bytes are figures of the"
         " driver's pool, not of torch's blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF",
     ]

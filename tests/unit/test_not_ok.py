@@ -41,9 +41,8 @@ def test_a_result_that_is_ok_stays_as_it_is() -> None:
     [("rss", ""), ("anon", ""), ("cgroup", ": needs the isolation cgroup")],
 )
 def test_a_metric_that_was_not_measured_says_what_it_needs_if_anything(
-    request: pytest.FixtureRequest, metric: str, needs: str
+    metric: str, needs: str
 ) -> None:
-    passed = pytest.TestReport(request.node.nodeid, ("", 0, ""), {}, "passed", None, "call")
     result = replace(make_result(make_cell(isolation="process")), peaks=Peaks())
-    judged = bodies._judged(request.node, passed, result, bodies.Limit("1MiB", metric), 0)
-    assert judged.longrepr == f"{metric} was not measured under the isolation process{needs}"
+    why = bodies.excess(result, bodies.Limit("1MiB", metric), 0)
+    assert why == f"{metric} was not measured under the isolation process{needs}"

@@ -160,7 +160,7 @@ def test_what_was_written_is_measured(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c").write_bytes(b"y")
     sync(tmp_path)
-    written = sizes(tmp_path)
+    written = Written(**sizes(tmp_path))
     assert (written.file_bytes, written.files) == (5001, 2)
     assert written.disk_bytes % 512 == 0
 

@@ -16,13 +16,7 @@ from typing import Any, Final
 import pytest
 
 from weighin.cell import FORWARD, Body, Cell, Job, ModelSpec
-from weighin.errors import (
-    ConfigError,
-    HarnessError,
-    Interrupted,
-    IsolationUnavailable,
-    UnknownName,
-)
+from weighin.errors import ConfigError, HarnessError, Interrupted, IsolationUnavailable, UnknownName
 from weighin.isolation import select
 from weighin.plan import start as plans
 from weighin.plan.task import Progress
@@ -34,22 +28,21 @@ from weighin.run.measure import measure
 from weighin.settings.definition import Settings, check_suite
 from weighin.units import format_bytes, format_seconds, parse_bytes
 
-METRICS: Final[dict[str, tuple[str, str]]] = {
-    "rss": ("rss_bytes", "rss_bytes"),
-    "anon": ("anon_sampled_bytes", "anon_bytes"),
-    "cgroup": ("cgroup_bytes", "cgroup_bytes"),
-    "cuda": ("cuda_allocated_bytes", "cuda_allocated_bytes"),
+METRICS: Final = {
+    "rss": ("rss_bytes", "rss_bytes", ""),
+    "anon": ("anon_sampled_bytes", "anon_bytes", ""),
+    "cgroup": ("cgroup_bytes", "cgroup_bytes", ": needs the isolation cgroup"),
+    "cuda": ("cuda_allocated_bytes", "cuda_allocated_bytes", ': needs device="cuda"'),
 }
-"""Maps a metric to its fields in ``Peaks`` and in ``Memory``. All but ``anon`` are high-water marks."""
-
-Call = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
+"""Maps a metric to its fields in ``Peaks`` and in ``Memory``, and to what it needs. All but ``anon`` are
+high-water marks.
+"""
 PATIENCE_S: Final = 600.0
 """How many seconds a load waits for other runs to end; xdist runs tests in parallel."""
-_OF_LOADS: Final = (
+_OF_LOADS: Final = frozenset({
     "device", "dtype", "cache", "format", "checkpoint", "kwargs", "trust_remote_code", "variant",
     "model_class", "revision",
-)  # fmt: skip
-_FIGURES: Final = ("peaks", "above_import_bytes", "use_phases")
+})  # fmt: skip
 _HEADS: Final = ("phase", "time", "peak RSS", "anonymous at end", "cgroup peak", "CUDA peak")
 
 
@@ -74,7 +67,7 @@ class NotOk(Result):
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _FIGURES:
+        if name in ("peaks", "above_import_bytes", "use_phases"):
             __tracebackhide__ = True
             end = f"{self.outcome}: {self.message}" if self.message else self.outcome
             raise AssertionError(
@@ -96,33 +89,37 @@ def guarded(result: Result) -> Result:
 
 
 def measured(
-    config: pytest.Config,
-    results: list[Result],
-    /,
     what: str | Callable[..., object],
-    *arguments: Any,
-    ram: str | None = None,
-    isolation: str | None = None,
-    timeout_s: float = 600.0,
-    **options: Any,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    limit: Limit,
+    isolation: str,
 ) -> Result:
-    """Do what ``Weighin.measure`` documents, and add the result to ``results``."""
-    chosen = isolation or isolation_of(config)
+    """Do what ``Weighin.measure`` documents."""
     with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
-        if callable(what):
-            limit = Limit("1", ram=ram, timeout_s=timeout_s)
-            result = _call(Path(folder), (what, arguments, options), limit, chosen)
-        elif arguments:
-            raise TypeError("a strategy takes no arguments: give options by name")
-        else:
-            suite = {"isolation": chosen, "timeout_s": timeout_s, "ram": [ram or "none"]}
-            result = _load(Path(folder), what, suite, options)
-    results.append(result)
-    return guarded(result)
+        if not callable(what):
+            if arguments:
+                raise TypeError("a strategy takes no arguments: give options by name")
+            return _load(Path(folder), what, options, limit, isolation)
+        name, path = getattr(what, "__qualname__", str(what)), Path(folder, "call.pickle")
+        try:
+            path.write_bytes(pickle.dumps((what, arguments, options)))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"{name} cannot be called in another process: {error}",
+                "measure a function that is defined at the top of a module, and give it arguments"
+                " that can be pickled, because weighin sends both to another process",
+            ) from None
+        return _run(Path(folder), Body(str(path)), name, limit, isolation)
 
 
-def _load(folder: Path, strategy: str, suite: dict[str, Any], options: dict[str, Any]) -> Result:
-    suite |= {
+def _load(
+    folder: Path, strategy: str, options: dict[str, Any], limit: Limit, isolation: str
+) -> Result:
+    suite = {
+        "isolation": isolation,
+        "timeout_s": limit.timeout_s,
+        "ram": [limit.ram or "none"],
         "models": [options.pop("model", "gpt2-small")],
         "strategies": [{"name": strategy, "options": options.pop("options", None) or {}}],
         "uses": options.pop("use", FORWARD),
@@ -136,24 +133,9 @@ def _load(folder: Path, strategy: str, suite: dict[str, Any], options: dict[str,
         (result,) = runner.run(replace(task, patience_s=PATIENCE_S), Progress())
     except Interrupted:
         raise KeyboardInterrupt from None
-    if result.outcome == "measurement_failed":
+    if result.outcome is Outcome.MEASUREMENT_FAILED:
         raise HarnessError(f"{strategy} could not be measured: {result.message}")
     return result
-
-
-def _call(folder: Path, call: Call, limit: Limit, isolation: str) -> Result:
-    """Call a function in a new process; raise ConfigError if it or an argument cannot be pickled."""
-    function = getattr(call[0], "__qualname__", str(call[0]))
-    path = folder / "call.pickle"
-    try:
-        path.write_bytes(pickle.dumps(call))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"{function} cannot be called in another process: {error}",
-            "measure a function that is defined at the top of a module, and give it arguments"
-            " that can be pickled, because weighin sends both to another process",
-        ) from None
-    return _run(folder, Body(str(path)), function, limit, isolation)
 
 
 def isolation_of(config: pytest.Config) -> str:
@@ -169,20 +151,32 @@ def run_item(item: pytest.Item, limit: Limit) -> list[pytest.TestReport]:
         if limit.metric not in METRICS:
             raise UnknownName("metric", limit.metric, METRICS)
         with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
-            path = Path(folder) / "reports.json"
+            path = Path(folder, "reports.json")
             body = Body(str(path), _arguments(item))
             result = _run(Path(folder), body, item.name, limit, isolation_of(item.config))
-            reports = _read_reports(item.config, path)
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     except HarnessError as error:
         return [_failed(item, str(error))]
-    if not reports:
-        ended = f"{result.outcome}: {result.message}"
+    ended = f"{result.outcome}: {result.message}"
+    if not found:
         why = f"the process of the test ended before pytest could report: {ended}"
         return [_failed(item, why, result)]
-    judged = [_judged(item, report, result, limit, allowed) for report in reports]
-    if result.outcome is Outcome.STRATEGY_FAILED and not any(each.failed for each in judged):
-        judged.append(_failed(item, f"the test broke off: {result.message}", result))
-    return judged
+    reports: list[pytest.TestReport] = []
+    for data in found:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        if isinstance(report.longrepr, list):  # JSON made a list of a skip's tuple
+            report.longrepr = tuple(report.longrepr)
+        if report.failed:
+            report.sections += _sections(result)
+        elif report.when == "call" and report.passed:
+            why = (
+                ended if result.outcome is Outcome.CHILD_KILLED else excess(result, limit, allowed)
+            )
+            report = _failed(item, why, result) if why else report
+        reports.append(report)
+    if result.outcome is Outcome.STRATEGY_FAILED and not any(each.failed for each in reports):
+        reports.append(_failed(item, f"the test broke off: {result.message}", result))
+    return reports
 
 
 def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> Result:
@@ -192,8 +186,9 @@ def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> R
             "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
         )
     chosen, _ = select.choose(isolation, limited=limit.ram is not None, containers=False)
-    cell = Cell(ModelSpec("none", "none:none"), name, chosen.name, device=limit.device)
-    cell = replace(cell, ram_limit_bytes=parse_bytes(limit.ram) if limit.ram else None)
+    ram_limit_bytes = parse_bytes(limit.ram) if limit.ram else None
+    spec = ModelSpec("none", "none:none")
+    cell = Cell(spec, name, chosen.name, ram_limit_bytes, device=limit.device)
     path = tuple(folder or str(Path.cwd()) for folder in sys.path)
     job = Job(cell, checkpoint="", manifest="", strategy_path="", python_path=path, body=body)
     (folder / "samples").mkdir()
@@ -215,54 +210,31 @@ def _arguments(item: pytest.Item) -> tuple[str, ...]:
     return (node, *ini, *root, "-q", *config.getini("weighin_body_args"))
 
 
-def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
-    if not path.exists():
-        return []
-    hook = config.hook.pytest_report_from_serializable
-    serialized = json.loads(path.read_text(encoding="utf-8"))
-    reports: list[pytest.TestReport] = [hook(config=config, data=data) for data in serialized]
-    for report in reports:
-        if isinstance(report.longrepr, list):  # JSON made a list of a skip's tuple
-            report.longrepr = tuple(report.longrepr)
-    return reports
-
-
-def _judged(
-    item: pytest.Item, report: pytest.TestReport, result: Result, limit: Limit, allowed: int
-) -> pytest.TestReport:
-    """Return the report. Return a failure instead if the memory was not measured or grew by more
-    than ``allowed``, or if the kernel killed a child process.
-    """
-    if report.when != "call" or not report.passed:
-        if report.failed:
-            report.sections += _sections(result)
-        return report
-    if result.outcome is Outcome.CHILD_KILLED:
-        return _failed(item, f"{result.outcome}: {result.message}", result)
-    metric, (of_peak, of_start) = limit.metric, METRICS[limit.metric]
+def excess(result: Result, limit: Limit, allowed: int) -> str:
+    """Return a text if a test's memory was not measured or grew by more than ``allowed``, else an empty one."""
+    of_peak, of_start, needs = METRICS[limit.metric]
     peak, start = getattr(result.peaks, of_peak), getattr(result.baseline, of_start, 0)
     if peak is None or start is None:
-        needs = {"cgroup": ": needs the isolation cgroup", "cuda": ': needs device="cuda"'}
-        why = f"{metric} was not measured under the isolation {result.cell.isolation}"
-        return _failed(item, f"{why}{needs.get(metric, '')}", result)
+        where = f"under the isolation {result.cell.isolation}{needs}"
+        return f"{limit.metric} was not measured {where}"
     # rss and anon leave out the memory of a test's child processes, which weighin samples.
-    others = result.peaks.others_private_sampled_bytes if metric in ("rss", "anon") else 0
-    growth, held = peak - start, others or 0
-    if growth + held <= allowed:
-        return report
-    kind = "sampled" if metric == "anon" else "exact"
-    text = f"{metric} ({kind}) grew by {format_bytes(growth)} during the test's body"
+    of_one = limit.metric in ("rss", "anon")
+    held = (of_one and result.peaks.others_private_sampled_bytes) or 0
+    if (growth := peak - start) + held <= allowed:
+        return ""
+    kind = "sampled" if limit.metric == "anon" else "exact"
+    text = f"{limit.metric} ({kind}) grew by {format_bytes(growth)} during the test's body"
     than = f"limit of {format_bytes(allowed)}"
     if growth > allowed:
         text += f", more than its {than}"
     else:
         children = f"its child processes had {format_bytes(held)} of private memory (sampled)"
         text += f", and {children}: together more than the {than}"
-    before = result.baseline.rss_bytes if result.baseline else 0
     if highest := max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None):
+        before = result.baseline.rss_bytes if result.baseline else 0
         above = f"{format_bytes(highest.peak_rss_bytes - before)} above the start"
         text += f"\nthe phase with the highest peak RSS is {highest.name!r}: {above}"
-    return _failed(item, text, result)
+    return text
 
 
 def phase_table(result: Result) -> str:
@@ -286,9 +258,7 @@ def phase_table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _sections(result: Result | None) -> list[tuple[str, str]]:
-    if result is None:
-        return []
+def _sections(result: Result) -> list[tuple[str, str]]:
     phases = tuple(phase for phase in result.phases if phase.name != "import")
     title = f"weighin: phases under {result.cell.isolation}"
     return [(title, phase_table(replace(result, phases=phases)))]
@@ -302,6 +272,6 @@ def _failed(item: pytest.Item, message: str, result: Result | None = None) -> py
         outcome="failed",
         longrepr=message,
         when="call",
-        sections=_sections(result),
-        duration=(result.cost.wall_ns / 1e9 if result and result.cost else 0.0),
+        sections=_sections(result) if result else (),
+        duration=result.cost.wall_ns / 1e9 if result and result.cost else 0.0,
     )

@@ -53,16 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        f'{MARKER}(size, metric="rss", ram=None, timeout_s=600): run the test function in a new process,'
-        " and fail if its memory grows by more than size;"
-        " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel enforces",
-    )
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if size := session.config.getini(MARKER):
+    if size := config.getini(MARKER):
         from weighin.errors import HarnessError
         from weighin.units import parse_bytes
 
@@ -70,6 +61,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             parse_bytes(size)
         except HarnessError as error:
             raise pytest.UsageError(f"the ini option {MARKER}: {error}") from None
+    config.addinivalue_line(
+        "markers",
+        f'{MARKER}(size, metric="rss", ram=None, timeout_s=600): run the test function in a new process,'
+        " and fail if its memory grows by more than size;"
+        " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel enforces",
+    )
 
 
 class Weighin:
@@ -110,8 +107,11 @@ class Weighin:
         """
         from weighin.testing import bodies
 
-        asked: dict[str, Any] = {"ram": ram, "isolation": isolation, "timeout_s": timeout_s}
-        return bodies.measured(self._config, self._results, what, *arguments, **asked, **options)
+        chosen = isolation or bodies.isolation_of(self._config)
+        limit = bodies.Limit("1", ram=ram, timeout_s=timeout_s)
+        result = bodies.measured(what, arguments, options, limit, chosen)
+        self._results.append(result)
+        return bodies.guarded(result)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the ``with`` block as a phase; without a limit of ``limit_peak``, do nothing."""

@@ -52,10 +52,13 @@ class CudaMemory:
             torch.cuda.reset_peak_host_memory_stats()
 
     def peaks(self) -> dict[str, int | None]:
-        """Return the allocator's peaks since the last reset, as fields of ``Phase``."""
+        """Return the allocators' peaks since the last reset, as fields of ``Phase``."""
         stats = torch.cuda.memory_stats(self.device)
-        found = {f"peak_cuda_{kind}_bytes": stats.get(f"{kind}_bytes.all.peak") for kind in _KINDS}
-        return found | {"peak_pinned_bytes": _pinned_peak()}
+        peaks = {f"peak_cuda_{kind}_bytes": stats.get(f"{kind}_bytes.all.peak") for kind in _KINDS}
+        if hasattr(torch.cuda, "host_memory_stats"):  # torch 2.8
+            pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+            peaks["peak_pinned_bytes"] = int(pinned)
+        return peaks
 
     def take_timeline(self) -> list[tuple[int, int, int]]:
         """Return the samples since the last call: (t_ns, allocated bytes, bytes in use for the driver)."""
@@ -68,31 +71,23 @@ class CudaMemory:
     def describe(self) -> dict[str, Any]:
         """Return the device's properties. ``gpu_uuid`` identifies the GPU in the driver's tools."""
         properties = torch.cuda.get_device_properties(self.device)
-        uuid = getattr(properties, "uuid", None)
         return {
             "gpu": properties.name,
             "gpu_bytes": properties.total_memory,
-            "gpu_uuid": None if uuid is None else f"GPU-{uuid}",
+            "gpu_uuid": f"GPU-{properties.uuid}",
             "cuda": torch.version.cuda,
             "cuda_allocator": torch.cuda.get_allocator_backend(),
         }
 
     def notes(self) -> list[str]:
         """Return a warning for each property of the GPU or allocator that changes what figures mean."""
-        properties = torch.cuda.get_device_properties(self.device)
-        backend = torch.cuda.get_allocator_backend()
-        warnings = []
+        properties, warnings = torch.cuda.get_device_properties(self.device), []
         if getattr(properties, "is_integrated", 0):
             warnings.append(
                 f"{properties.name} has no memory of its own: CUDA memory is part of the RAM, but a RAM"
                 " limit may not apply to it"
             )
-        if " MIG " in properties.name:
-            warnings.append(
-                f"{properties.name} is a partition of a GPU (MIG): all figures are of this partition,"
-                " and times depend on programs in the other partitions"
-            )
-        if backend != "native":
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
             warnings.append(
                 f"the CUDA allocator is {backend}: requested and reserved bytes are figures of the"
                 " driver's pool, not of torch's blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF"
@@ -135,9 +130,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     # The driver allocates page-locked memory and contexts, and its errors have another class.
     is_drivers = isinstance(error, getattr(torch, "AcceleratorError", RuntimeError))
     return is_drivers and str(error).startswith("CUDA error: out of memory")
-
-
-def _pinned_peak() -> int | None:
-    if not hasattr(torch.cuda, "host_memory_stats"):  # torch 2.8
-        return None
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))

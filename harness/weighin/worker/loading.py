@@ -1,24 +1,26 @@
-"""Prepare a worker for its baseline, its memory before the load; import a strategy, and define the
-``Load`` with which the worker calls it.
-"""
+"""Load or save a model in phases: prepare, run the strategy, read every byte, verify and use the model."""
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from weighin.cell import ModelSpec
+from weighin.cell import FORWARD, ModelSpec, phase_of
+from weighin.checkpoint.manifest import read_manifest
 from weighin.phase_reporter import read_text
-from weighin.stream.construct import Builder, construct, reset_buffers
-from weighin.worker.phases import named_by_strategy
+from weighin.probes.process import read_rollup
+from weighin.stream.construct import Builder, construct, reset_buffers, resolve_builder
+from weighin.worker.phases import Marks, named_by_strategy
 
 _WARM_PIECE_BYTES = 1024**2
 
@@ -35,16 +37,18 @@ class WorkerLoad:
     builder: Callable[..., torch.nn.Module]
     marks: Any  # measures phases: a worker has a ``Marks``, and a prediction has a ``Ledger``
 
+    # Few strategies need ``pretrained_folder``, whose import is a part of their memory.
+
     @property
     def pretrained(self) -> Mapping[str, Any]:
-        from weighin.stream.pretrained_folder import code_of  # no other strategy needs it
+        from weighin.stream.pretrained_folder import code_of
 
         names = ("architecture", "config")
         return {name: self.model.kwargs[name] for name in names} | {"code": code_of(self.model)}
 
     @property
     def folder(self) -> Mapping[str, Any] | None:
-        from weighin.stream.pretrained_folder import arguments_of  # few loads need it
+        from weighin.stream.pretrained_folder import arguments_of
 
         return arguments_of(self.model, self.checkpoint)
 
@@ -74,31 +78,26 @@ def import_strategy(path: Path | str, name: str = "load") -> Callable[[Any], Any
     return function
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The arguments of one forward pass."""
 
     positional: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = field(default_factory=dict)
+    keywords: Mapping[str, Any] = MappingProxyType({})
 
     def to(self, device: torch.device) -> "Inputs":
-        return self._mapped(lambda tensor: tensor.to(device))
+        return self.each(lambda tensor: tensor.to(device))
 
-    def of(self, dtype: torch.dtype) -> "Inputs":
-        """Return the inputs with floating-point tensors of ``dtype``."""
-        return self._mapped(lambda one: one.to(dtype) if one.is_floating_point() else one)
-
-    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
-        return Inputs(*tree_map_only(torch.Tensor, change, (self.positional, self.keywords)))
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
+        return Inputs(*tree_map_only(torch.Tensor, change, tuple(self)))
 
 
 def example_inputs(
     builder: Builder, kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> Inputs | None:
-    """Return the inputs of one forward pass; None if the builder's module has no ``example_inputs``.
+    """Return the inputs of one forward pass, on the CPU, with floating-point tensors of ``dtype``.
 
-    ``example_inputs`` may return a tuple or list of positional arguments, a mapping of keyword
-    arguments, or one tensor. The inputs are on the CPU, with floating-point tensors of ``dtype``.
+    ``example_inputs`` in the builder's module may return positional arguments (a tuple or list), keyword
+    arguments (a mapping), or one tensor. Without this function, return None.
     """
     examples = getattr(sys.modules[builder.__module__], "example_inputs", None)
     arguments = examples(**kwargs) if examples else None
@@ -107,8 +106,10 @@ def example_inputs(
     if not arguments:
         return None
     if isinstance(arguments, Mapping):
-        return Inputs(keywords=dict(arguments)).of(dtype)
-    return Inputs(tuple(arguments)).of(dtype)
+        inputs = Inputs(keywords=dict(arguments))
+    else:
+        inputs = Inputs(tuple(arguments))
+    return inputs.each(lambda one: one.to(dtype) if one.is_floating_point() else one)
 
 
 def settle_math() -> None:
@@ -136,23 +137,145 @@ def read_through(checkpoint: Path) -> None:
                 pass
 
 
-def join_group(device: torch.device) -> None:
-    """Join the process group of all ranks: gloo for the CPU, gloo and nccl for CUDA."""
-    import torch.distributed as dist  # no other worker needs it
-
-    timeout = timedelta(days=365)  # weighin itself ends the ranks at the cell's time-out
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+class NoResult(Exception):
+    """A strategy returned no model, or left no file."""
 
 
-def check_preloaded() -> None:
-    """Raise OSError if a library in LD_PRELOAD was not loaded, because the linker only prints a warning."""
-    mapped = read_text("/proc/self/maps")
-    for library in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
-        if os.path.realpath(library) not in mapped:
-            raise OSError(
-                f"the worker runs without the library {library} that LD_PRELOAD names,"
-                " because the dynamic linker did not load it"
+class Worker:
+    """Loads or saves a model, after what it prepares in the same way for every strategy."""
+
+    use = ""  # which has begun
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks, self.job = marks, (job := marks.job)
+        cell, checkpoint = job.cell, Path(job.checkpoint)
+        sys.path[:0] = job.python_path
+        builder = resolve_builder(cell.model.builder)
+        device, dtype = torch.device(cell.device), getattr(torch, cell.dtype)
+        if cell.needs_gpu:
+            from weighin.worker.cuda import CudaMemory
+
+            gpu = device if device.type == "cuda" else torch.device("cuda")
+            if job.rank is not None and gpu.index is None:
+                gpu = torch.device("cuda", job.rank % torch.cuda.device_count())
+            marks.cuda = CudaMemory(gpu, cell.vram_limit_bytes)
+            device = marks.cuda.device if device.type == "cuda" else device
+        self.inputs = example_inputs(builder, cell.model.kwargs, dtype)
+        self.argument = WorkerLoad(
+            checkpoint, device, dtype, cell.options, cell.model, builder, marks
+        )
+        settle_math()
+        if cell.use:
+            from weighin.worker import uses
+
+            uses.prepare(cell.use)
+        if "LD_PRELOAD" in cell.environment:  # the dynamic linker only prints what it cannot load
+            mapped = read_text("/proc/self/maps")
+            for library in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
+                if os.path.realpath(library) not in mapped:
+                    raise OSError(f"LD_PRELOAD: the dynamic linker did not load {library}")
+        if cell.operation == "save":
+            from weighin.worker import saving
+
+            self.model = saving.load_model(self.argument)
+        if job.rank is not None:
+            import torch.distributed as dist  # no other worker needs it
+
+            gpu_id = device if device.type == "cuda" else None
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpu_id else "gloo",
+                timeout=timedelta(days=365),  # weighin itself ends the ranks at the cell's time-out
+                device_id=gpu_id,
             )
+        self.manifest = read_manifest(Path(job.manifest))
+        if cell.cache == "warm":
+            read_through(checkpoint)
+
+    def _run_strategy(self, argument: Any) -> Any:
+        """Import the strategy and call it with ``argument``; the load time includes the import."""
+        marks = self.marks
+        marks.restart()
+        start_ns = marks.clock_ns()
+        returned = import_strategy(self.job.strategy_path, self.job.cell.operation)(argument)
+        marks.refuse_open()
+        if marks.cuda:
+            marks.cuda.synchronize()
+        load_ns = marks.clock_ns() - start_ns
+        marks.flush()
+        notes = marks.cuda.notes_at_end() if marks.cuda else []
+        marks.send("told", load_ns=load_ns, notes=notes)
+        return returned
+
+    def save(self) -> None:
+        """Let the strategy save the model, sync the written files, and read them back to verify them."""
+        from weighin.worker import saving
+
+        marks, load, cell = self.marks, self.argument, self.job.cell
+        argument = SimpleNamespace(  # a ``weighin.strategy.Save``
+            model=self.model,
+            target=(target := Path(self.job.target)),
+            format=cell.format,
+            options=cell.options,
+            phase=load.phase,
+        )
+        self._run_strategy(argument)
+        if not saving.files_in(target):
+            raise NoResult("save() left no file in job.target")
+        marks.restart()
+        start_ns = time.monotonic_ns()
+        with marks.phase("sync"):
+            saving.sync(target)
+            end_ns = time.monotonic_ns()
+        written = saving.sizes(target)
+        marks.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns, written=written)
+        with marks.phase("verify"):
+            saving.check(target, self.manifest, load.dtype)
+        marks.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
+
+    def load(self) -> None:
+        """Let the strategy load the model, read every byte of it, compare its checksums, and use it."""
+        from weighin.checkpoint.checksum import checksum
+        from weighin.worker import verify
+
+        job, marks, load = self.job, self.marks, self.argument
+        model = self._run_strategy(load)
+        if not isinstance(model, torch.nn.Module):
+            kind = "None" if model is None else f"a {type(model).__name__}"
+            raise NoResult(f"load() returned {kind}, not a torch.nn.Module")
+        tensors = verify.named_tensors(model, [entry.name for entry in self.manifest.tensors])
+        verify.check_structure(tensors, self.manifest, load.device, load.dtype)
+        marks.restart()
+        start_ns = time.monotonic_ns()
+        with marks.phase("touch"):
+            checksums = verify.touch(tensors)
+            end_ns = time.monotonic_ns()
+        marks.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns)
+        if job.rank is not None:
+            marks.send("shared", pss_bytes=read_rollup()["Pss"])
+            # All ranks have read their own shards: now they compare whole tensors together.
+            checksums |= {
+                name: checksum(tensor.full_tensor())
+                for name, tensor in tensors.items()
+                if hasattr(tensor, "full_tensor")  # an import of DTensor would take 40 MiB
+            }
+        notes = verify.check_values(checksums, self.manifest, load.dtype)
+        if not job.rank:  # only rank 0 sends notes
+            marks.send("told", notes=notes)
+        del tensors  # would keep the old buffers alive while a use converts the model
+        inputs = self.inputs and self.inputs.to(load.device)
+        start_ns, used_ns = marks.clock_ns(), None
+        if job.cell.use:
+            from weighin.worker import uses
+
+            self.use = job.cell.use
+            with marks.phase(phase_of(self.use)):
+                done = uses.function_of(job)(model, inputs, Path(job.target))
+            private = done.children_private_bytes
+            marks.send("told", gradients=done.gradients, children_private_bytes=private)
+        elif inputs:
+            for _ in range(job.cell.passes):
+                with marks.phase(FORWARD):
+                    verify.check_forward(model, inputs)
+        if job.cell.use or (inputs and job.cell.passes):
+            used_ns = marks.clock_ns() - start_ns
+        marks.send("done", first_use_ns=used_ns, marks_ns=marks.spent_ns)

@@ -15,18 +15,9 @@ from dataclasses import replace
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from weighin import phase_reporter
 from weighin.cell import Job, decode_job
-from weighin.child_process import end_with_parent
-from weighin.phase_reporter import (
-    AWAITED,
-    JOB,
-    SOCKET,
-    Connection,
-    parse_faults,
-    read_figures,
-    read_text,
-    reset_peak,
-)
+from weighin.child_process import ORPHANED, end_with_parent
 from weighin.result import OURS, UNNAMED, Outcome
 from weighin.text import one_line
 
@@ -37,7 +28,6 @@ if TYPE_CHECKING:
 # waited for long; on a busy machine, any gap may take a few ms.
 _SHORTEST_GAP_NS = 1_000_000
 _LONG_GAP_NS = 100_000_000
-_ORPHANED = 125
 _PIECE = 1000  # the most points in one message
 _LONGEST = 8000  # characters of a failure; a longer message would not fit into a packet
 
@@ -67,12 +57,14 @@ class Marks:
     def __init__(self, folder: str, rank: int | None = None) -> None:
         """Read the job in ``folder``, at whose socket weighin listens."""
         self.folder = folder
-        self.job: Job = replace(decode_job(read_text(f"{folder}/{JOB}")), rank=rank)
-        end_with_parent(self.job.parent if rank is None else 0)
-        self.spent_ns = 0
+        job = decode_job(phase_reporter.read_text(f"{folder}/{phase_reporter.JOB}"))
+        self.job: Job = replace(job, rank=rank)
+        end_with_parent(job.parent if rank is None else 0)
+        self.spent_ns = 0  # at the ends of phases
         self.is_over = False  # a phase at the end of a test's fixture is none of the test
         self.cuda: CudaMemory | None = None
-        self._connection, self._lock = Connection(f"{folder}/{SOCKET}"), threading.Lock()
+        self._connection = phase_reporter.Connection(f"{folder}/{phase_reporter.SOCKET}")
+        self._lock = threading.Lock()
         self._current: str | None = None
         self.restart()
         if rank is not None:
@@ -82,10 +74,11 @@ class Marks:
         """Send a message; if it is in ``AWAITED``, return when weighin has answered."""
         try:
             with self._lock:
-                self._connection.send({"event": event, **fields}, wait=event in AWAITED)
+                is_awaited = event in phase_reporter.AWAITED
+                self._connection.send({"event": event, **fields}, wait=is_awaited)
         except OSError:  # weighin has ended
             sys.stderr.flush()
-            os._exit(_ORPHANED)
+            os._exit(ORPHANED)
 
     def fail(self, outcome: Outcome, message: str) -> NoReturn:
         """Report the failure, print the traceback to standard error, and end this process."""
@@ -124,7 +117,6 @@ class Marks:
             self.close(UNNAMED)
 
     def refuse_open(self) -> None:
-        """Raise RuntimeError if the strategy has begun a phase and not ended it."""
         if self._current is not None:
             raise RuntimeError(f"phase {self._current!r} began and never ended")
 
@@ -134,12 +126,12 @@ class Marks:
 
     def restart(self) -> None:
         """Let the next phase start now, so that it does not include weighin's own work before now."""
-        self._faults = parse_faults(read_text("/proc/self/stat"))
+        self._faults = phase_reporter.parse_faults(phase_reporter.read_text("/proc/self/stat"))
         self._start_ns, self._start_cpu_ns = time.monotonic_ns(), time.process_time_ns()
 
     def read(self) -> dict[str, Any]:
         """Return this process's figures; its memory has that of its GPU."""
-        figures = read_figures()
+        figures = phase_reporter.read_figures()
         if self.cuda:
             figures["memory"]["cuda_allocated_bytes"] = self.cuda.allocated()
         return figures
@@ -150,12 +142,10 @@ class Marks:
             return
         if self.cuda:
             self.cuda.synchronize()
-        end_ns, figures = time.monotonic_ns(), self.read()
+        end_ns, figures, peaks = time.monotonic_ns(), self.read(), dict[str, int | None]()
         minor, major = figures["faults"]
-        of_gpu: dict[str, Any] = {}
         if self.cuda:
-            of_gpu = self.cuda.peaks()
-            points = self.cuda.take_timeline()
+            peaks, points = self.cuda.peaks(), self.cuda.take_timeline()
             for start in range(0, len(points), _PIECE):
                 self.send("told", points=points[start : start + _PIECE])
         self.send(
@@ -167,11 +157,11 @@ class Marks:
             end=figures["memory"],
             minor_faults=minor - self._faults[0],
             major_faults=major - self._faults[1],
-            **of_gpu,
+            **peaks,
         )
         if self.cuda:
             self.cuda.reset()
-        reset_peak()
+        phase_reporter.reset_peak()
         self.restart()
         self.spent_ns += self._start_ns - end_ns
 
@@ -179,7 +169,7 @@ class Marks:
         """Send the memory before the load, and what only the worker can see of its environment."""
         import torch
 
-        environment: dict[str, Any] = {
+        environment = {
             "python": sys.version.split()[0],
             "torch": str(torch.__version__),
             "numpy": getattr(sys.modules.get("numpy"), "__version__", None),
@@ -192,15 +182,8 @@ class Marks:
             baseline=self.read()["memory"],
             import_ns=import_ns,
             environment=environment | (self.cuda.describe() if self.cuda else {}),
+            notes=self.cuda.notes() if self.cuda else [],
         )
-
-
-class StrategyFailed(Exception):
-    """The strategy gave no model or no file, or raised the error in this exception's ``__cause__``."""
-
-
-class UseFailed(Exception):
-    """The use of the loaded model raised the error that is this exception's ``__cause__``."""
 
 
 def describe(error: BaseException, strategy: str = "") -> str:

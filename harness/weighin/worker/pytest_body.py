@@ -21,10 +21,7 @@ from weighin.cell import BODY_PLUGIN, Body
 from weighin.result import Outcome
 from weighin.worker.phases import Marks, describe
 
-BODY = "body"
-"""The name of the phase for the parts of a test's body that are in no other phase."""
-
-Measuring = Callable[[], AbstractContextManager[None]]
+_BODY = "body"  # the phase of the parts of a test's body that are in no other phase
 
 
 def run_body(marks: Marks, body: Body) -> NoReturn:
@@ -32,12 +29,12 @@ def run_body(marks: Marks, body: Body) -> NoReturn:
     start_ns = time.monotonic_ns()
     with marks.phase("import"):
         import torch  # noqa: F401 (torch is part of every body's baseline)
-    import_ns = time.monotonic_ns() - start_ns
+    measuring = partial(_measuring, marks, time.monotonic_ns() - start_ns)
     sys.path += [folder for folder in marks.job.python_path if folder not in sys.path]
-    measuring, message = partial(_measuring, marks, import_ns), ""
+    fault = ""
     try:
         if body.pytest_arguments:
-            message = _run_test(body, marks, measuring)
+            fault = _run_test(body, marks, measuring)
         else:
             with open(body.path, "rb") as file:  # noqa: PTH123 (a worker avoids pathlib)
                 function, arguments, keywords = pickle.load(file)  # noqa: S301 (of the parent)
@@ -45,8 +42,8 @@ def run_body(marks: Marks, body: Body) -> NoReturn:
                 function(*arguments, **keywords)
     except BaseException as error:
         marks.fail(Outcome.STRATEGY_FAILED, describe(error))
-    if message:
-        marks.send("told", outcome=Outcome.STRATEGY_FAILED, message=message)
+    if fault:
+        marks.send("told", outcome=Outcome.STRATEGY_FAILED, message=fault)
     else:
         marks.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
     sys.stderr.flush()
@@ -68,23 +65,24 @@ def _measuring(marks: Marks, import_ns: int) -> Iterator[None]:
     marks.close("prepare")
     marks.report_baseline(import_ns)
     marks.restart()
-    marks.send("told", phase=BODY)
+    marks.send("told", phase=_BODY)
     start_ns = marks.clock_ns()
     try:
         yield
     finally:
         load_ns = marks.clock_ns() - start_ns
-        marks.close(BODY)
-        marks.send("told", load_ns=load_ns)
-        marks.send("ready", ready_at_ns=time.monotonic_ns(), touch_ns=0)
+        marks.close(_BODY)
+        marks.send("ready", load_ns=load_ns, ready_at_ns=time.monotonic_ns(), touch_ns=0)
         marks.is_over = True
 
 
-def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
-    """Run pytest on the body's test; return a message if the test failed, else an empty string."""
+def _run_test(
+    body: Body, marks: Marks, measuring: Callable[[], AbstractContextManager[None]]
+) -> str:
+    """Run pytest on the body's test, and write its reports; return what is wrong, or an empty text."""
     import pytest
 
-    reports: list[Any] = []
+    reports: list[dict[str, Any]] = []
 
     class Plugin:
         """Measures only the test's call, and collects reports for the pytest outside the worker."""
@@ -106,8 +104,7 @@ def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
     code = pytest.main(list(body.pytest_arguments), plugins=[Plugin()])
     with open(body.path, "w", encoding="utf-8") as file:  # noqa: PTH123
         json.dump(reports, file, default=str)
-    failed = [report["when"] for report in reports if report["outcome"] == "failed"]
-    if failed:
+    if failed := [report["when"] for report in reports if report["outcome"] == "failed"]:
         return f"the test failed in its {failed[0]} stage"
     # KeyboardInterrupt and pytest.exit end pytest before it reports the test's call.
     is_whole = any(each["when"] == "call" or each["outcome"] != "passed" for each in reports)

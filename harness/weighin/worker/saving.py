@@ -6,40 +6,19 @@ verification.
 """
 
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.reader import checksum_of
 from weighin.errors import CheckpointError
-from weighin.files import sync_folder
 from weighin.probes import page_cache
-from weighin.result import Written
 from weighin.strategy import Load
 from weighin.stream import formats
 from weighin.stream.model import load_streaming
-from weighin.worker.phases import Marks, named_by_strategy
 from weighin.worker.verify import WrongWeights, complain, wanted_dtype
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSave:
-    """The implementation of ``weighin.strategy.Save`` in the measured process."""
-
-    model: torch.nn.Module
-    target: Path
-    format: str
-    options: Mapping[str, Any]
-    marks: Marks
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return self.marks.phase(named_by_strategy(name))
 
 
 def load_model(job: Load) -> torch.nn.Module:
@@ -54,27 +33,25 @@ def load_model(job: Load) -> torch.nn.Module:
 
 
 def sync(target: Path) -> None:
-    for file in files_in(target):
-        descriptor = os.open(file, os.O_RDONLY)
+    folders = [target, *(path for path in target.rglob("*") if path.is_dir())]
+    for path in [*files_in(target), *folders]:
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    for folder in [target, *(path for path in target.rglob("*") if path.is_dir())]:
-        sync_folder(folder)
 
 
 def files_in(target: Path) -> list[Path]:
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-def sizes(target: Path) -> Written:
+def sizes(target: Path) -> dict[str, int]:
+    """Return the fields of ``Written``."""
     stats = [file.stat() for file in files_in(target)]
-    return Written(
-        file_bytes=sum(stat.st_size for stat in stats),
-        disk_bytes=sum(stat.st_blocks * 512 for stat in stats),
-        files=len(stats),
-    )
+    disk_bytes = sum(stat.st_blocks * 512 for stat in stats)
+    file_bytes = sum(stat.st_size for stat in stats)
+    return {"file_bytes": file_bytes, "disk_bytes": disk_bytes, "files": len(stats)}
 
 
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
@@ -83,26 +60,20 @@ def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     The RAM limit of the save also applies here, so only a few pieces of 16 MiB are in memory.
     """
     page_cache.drop(files_in(target))
+    expected = {e.name: e for e in manifest.tensors if e.kind != "non_persistent_buffer"}
+    wanted = {name: wanted_dtype(entry, dtype) for name, entry in expected.items()}
     try:
         contents = list(target.iterdir())
         is_file = len(contents) == 1 and contents[0].is_file()
-        saved = formats.read(contents[0] if is_file else target)
-        slices = {where.name: where for where in saved}
-        expected = {e.name: e for e in manifest.tensors if e.kind != "non_persistent_buffer"}
+        slices = {each.name: each for each in formats.read(contents[0] if is_file else target)}
         complain("missing from the saved checkpoint", expected.keys() - slices.keys())
         complain("saved but not in the model", slices.keys() - expected.keys())
-        wanted = {name: wanted_dtype(entry, dtype) for name, entry in expected.items()}
-        others = [
-            name
-            for name, where in slices.items()
-            if (where.shape, where.dtype_name) != (expected[name].shape, wanted[name])
-        ]
+        kinds = {name: (entry.shape, wanted[name]) for name, entry in expected.items()}
+        others = [n for n, each in slices.items() if (each.shape, each.dtype_name) != kinds[n]]
         complain("saved in another shape or dtype than the model's", others)
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             checksums = dict(zip(slices, pool.map(checksum_of, slices.values()), strict=True))
     except CheckpointError as error:
         raise WrongWeights(f"the saved checkpoint cannot be read: {error.message}") from error
-    wrong = [
-        name for name, sum_ in checksums.items() if sum_ != expected[name].checksums[wanted[name]]
-    ]
+    wrong = [n for n, entry in expected.items() if checksums[n] != entry.checksums[wanted[n]]]
     complain("saved with other values than the model's", wrong)

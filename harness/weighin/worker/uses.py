@@ -4,8 +4,6 @@ A use runs after the verification of all weights, and so may change the weights.
 use makes stay alive until its phase has ended, so that the memory at the phase's end includes them.
 """
 
-import os
-import traceback
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -14,18 +12,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from weighin.cell import FORK, SAVE, TO_DEVICE, TRAINING, Job, phase_of
+from weighin.cell import FORK, SAVE, TO_DEVICE, TRAINING, Job
 from weighin.probes.process import read_rollup
 from weighin.stream.tensors import tensors_in
 from weighin.worker.loading import Inputs, import_strategy
-from weighin.worker.phases import Marks, UseFailed
 from weighin.worker.verify import named_tensors
 
-SAVED: Final = "saved.pt"
 CHILDREN: Final = 2
 _GRADIENT: Final = 1e-3
 _RATE: Final = 1e-3
-_NUMBER_BYTES: Final = 8
 
 
 class Done(NamedTuple):
@@ -48,26 +43,13 @@ def prepare(use: str) -> None:
         _optimizer(use, [weight]).step()
 
 
-def perform(
-    model: torch.nn.Module, job: Job, inputs: Inputs | None, marks: Marks
-) -> dict[str, Any]:
-    """Run the cell's use in a phase of its own, and return what to tell of it; raise UseFailed."""
-    use = job.cell.use
-    with marks.phase(phase_of(use)):
-        try:
-            done = function_of(job)(model, inputs, Path(job.target))
-        except BaseException as error:
-            raise UseFailed(use) from error
-    return {"gradients": done.gradients, "children_private_bytes": done.children_private_bytes}
-
-
 def function_of(job: Job) -> Function:
     if job.use_path:
         return lambda model, *_: Done(import_strategy(job.use_path, "use")(model))
     return FUNCTIONS[job.cell.use]
 
 
-def write(model: torch.nn.Module) -> Done:
+def _write(model: torch.nn.Module, *_: object) -> Done:
     # torch refuses in-place writes to a leaf that requires a gradient, unless autograd is off.
     with torch.inference_mode():
         for tensor in named_tensors(model).values():
@@ -75,13 +57,10 @@ def write(model: torch.nn.Module) -> Done:
     return Done()
 
 
-def train(use: str, model: torch.nn.Module, inputs: Inputs | None) -> Done:
+def _train(use: str, model: torch.nn.Module, inputs: Inputs | None) -> Done:
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
     if not weights:
-        raise ValueError(
-            "the use trains the model, but the model has no floating-point parameter"
-            " that can be trained"
-        )
+        raise ValueError("the model has no floating-point parameter that can be trained")
     for weight in weights:
         weight.requires_grad_()
     gradients = "backward" if inputs and _backward(model, inputs) else "synthetic"
@@ -110,8 +89,8 @@ def _optimizer(use: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optim
 
 
 def _save(model: torch.nn.Module, _: Inputs | None, folder: Path) -> Done:
-    torch.save(model.state_dict(), folder / SAVED)
-    (folder / SAVED).unlink()
+    torch.save(model.state_dict(), file := folder / "saved.pt")
+    file.unlink()
     return Done()
 
 
@@ -122,59 +101,52 @@ def in_forks(function: Callable[[], object]) -> Done:
     the pages that it shares with its parent. All live until the last one has run the function. A
     process that ends before that raises RuntimeError.
     """
-    until, end = os.pipe()  # all processes end when ``end`` is closed
-    answers: dict[int, int] = {}
-    try:
-        for _ in range(CHILDREN):
-            answer, told = os.pipe()
-            if not (pid := os.fork()):
-                os.close(end)
-                _run(function, told, until)
-            os.close(told)
-            answers[pid] = answer
-        return Done(children_private_bytes=tuple(_answered(*each) for each in answers.items()))
-    finally:
-        os.close(end)
-        for pid, answer in answers.items():
-            os.waitpid(pid, 0)
-            os.close(answer)
-        os.close(until)
+    from torch.multiprocessing import get_context
 
+    forking = get_context("fork")
+    until, end = forking.Pipe(duplex=False)  # all processes end when ``end`` is closed
 
-def _answered(pid: int, answer: int) -> int:
-    if len(number := os.read(answer, _NUMBER_BYTES)) == _NUMBER_BYTES:
-        return int.from_bytes(number)
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert ended
-    how = f"ended with exit code {ended.si_status}"
-    if ended.si_code != os.CLD_EXITED:
-        how = f"was ended by {Signals(ended.si_status).name}"
-    raise RuntimeError(f"a forked process {how}")
-
-
-def _run(function: Callable[[], object], told: int, until: int) -> None:
-    """Run the function in the child, and end the child when the parent has closed ``until``."""
-    code = 1
-    try:
+    def run(answer: Any) -> None:
+        end.close()
         torch.set_num_threads(1)  # the threads of the parent do not exist here
         function()
-        os.write(told, read_rollup("self")["Private_Dirty"].to_bytes(_NUMBER_BYTES))
-        os.read(until, 1)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
+        answer.send(read_rollup()["Private_Dirty"])
+        until.poll(None)
+
+    children, sizes = [], list[int]()
+    try:
+        for _ in range(CHILDREN):
+            told, answer = forking.Pipe(duplex=False)
+            (child := forking.Process(target=run, args=[answer])).start()
+            children.append((child, told))
+            answer.close()
+        for child, told in children:
+            try:
+                sizes.append(told.recv())
+            except EOFError:
+                child.join()
+                code = child.exitcode or 0
+                how = (
+                    f"was ended by {Signals(-code).name}"
+                    if code < 0
+                    else f"ended with exit code {code}"
+                )
+                raise RuntimeError(f"a forked process {how}") from None
+        return Done(children_private_bytes=tuple(sizes))
     finally:
-        os._exit(code)
+        end.close()
+        for child, _told in children:
+            child.join()
 
 
 FUNCTIONS: Final[dict[str, Function]] = {
-    "write": lambda model, *_: write(model),
-    "sgd": lambda model, inputs, _: train("sgd", model, inputs),
-    "adamw": lambda model, inputs, _: train("adamw", model, inputs),
+    "write": _write,
+    "sgd": lambda model, inputs, _: _train("sgd", model, inputs),
+    "adamw": lambda model, inputs, _: _train("adamw", model, inputs),
     "to-float32": lambda model, *_: Done(model.to(torch.float32)),
     TO_DEVICE: lambda model, *_: Done(model.to(torch.device("cuda", torch.cuda.current_device()))),
     "deepcopy": lambda model, *_: Done(deepcopy(model)),
     SAVE: _save,
-    FORK: lambda model, *_: in_forks(lambda: write(model)),
+    FORK: lambda model, *_: in_forks(lambda: _write(model)),
 }
 """The function of each built-in use, by name; the use ``forward`` is not among them."""

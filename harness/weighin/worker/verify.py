@@ -1,6 +1,6 @@
 """Read every byte of a loaded model, and verify its parameters, buffers, ties and forward pass."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -33,7 +33,7 @@ def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[st
 
 def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Read every byte of every tensor, or of this process's shard of it, and return the checksums."""
-    once = {identity(tensor): local(tensor) for tensor in tensors.values()}
+    once = {identity(tensor): _local(tensor) for tensor in tensors.values()}
     threads = torch.get_num_threads()
     # One thread for each tensor: torch's own threads would synchronise after every 4 MiB.
     torch.set_num_threads(1)
@@ -45,23 +45,14 @@ def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: checksums[identity(tensor)] for name, tensor in tensors.items()}
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that two tensors share only if they view the same memory in the same way."""
-    tensor = local(tensor)
+    tensor = _local(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def checksums_of_sharded(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the checksums of the tensors that are sharded over the ranks, all of which must call this."""
-    return {
-        name: checksum(tensor.full_tensor())
-        for name, tensor in tensors.items()
-        if hasattr(tensor, "full_tensor")  # an import of DTensor would take 40 MiB
-    }
 
 
 def check_structure(
@@ -74,18 +65,22 @@ def check_structure(
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
     complain("not in the checkpoint", tensors.keys() - expected.keys())
-    left = [name for name, tensor in tensors.items() if tensor.is_meta]
-    complain("left on the meta device, without values", left)
+    complain(
+        "left on the meta device, without values", [n for n, t in tensors.items() if t.is_meta]
+    )
     elsewhere = [name for name, t in tensors.items() if t.device.type != device.type]
     complain(f"not on {device}", elsewhere)
     shapes = [n for n, tensor in tensors.items() if tuple(tensor.shape) != expected[n].shape]
     complain("of another shape than in the checkpoint", shapes)
-    wanted = {name: wanted_dtype(entry, dtype) for name, entry in expected.items()}
-    for kind in sorted(set(wanted.values())):
-        others = [n for n, t in tensors.items() if wanted[n] == kind != dtype_name(t.dtype)]
-        complain(f"not of dtype {kind}", others)
-    shared = {name: entry.shared_with for name, entry in expected.items() if entry.shared_with}
-    untied = [n for n, one in shared.items() if identity(tensors[n]) != identity(tensors[one])]
+    of_dtype: dict[str, list[str]] = {}
+    untied = []
+    for name, entry in expected.items():
+        if (wanted := wanted_dtype(entry, dtype)) != dtype_name(tensors[name].dtype):
+            of_dtype.setdefault(wanted, []).append(name)
+        if entry.shared_with and identity(tensors[name]) != identity(tensors[entry.shared_with]):
+            untied.append(name)
+    for wanted in sorted(of_dtype):
+        complain(f"not of dtype {wanted}", of_dtype[wanted])
     complain("no longer tied to the tensor that they share", untied)
 
 
@@ -111,11 +106,7 @@ def check_values(
         "of the file, which from_pretrained changes after reading": of_file,
         "of from_pretrained, which changes those of the file after reading": changed,
     }
-    return tuple(
-        f"{len(names)} tensor{'s' * (len(names) > 1)} with the values {what}: {first_names(names)}"
-        for what, names in whose.items()
-        if names
-    )
+    return tuple(_tensors(f"with the values {what}", each) for what, each in whose.items() if each)
 
 
 def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
@@ -130,8 +121,11 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
 def complain(what: str, names: Iterable[str]) -> None:
     """Raise WrongWeights with the text ``what`` and the tensors' ``names``, if there are names."""
     if faulty := sorted(names):
-        plural = "s" * (len(faulty) > 1)
-        raise WrongWeights(f"{len(faulty)} tensor{plural} {what}: {first_names(faulty)}")
+        raise WrongWeights(_tensors(what, faulty))
+
+
+def _tensors(what: str, names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {first_names(names)}"
 
 
 def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:
