@@ -260,14 +260,11 @@ def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
 def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: float) -> bool:
     """Return whether a process ends within ``timeout_s``; ``process`` is its pidfd, if there is one."""
     deadline = monotonic() + timeout_s
+    awaited, pause_s = ([], _PAUSE_S) if process is None else ([process], inf)
     while not has_ended():
-        left_s = deadline - monotonic()
-        if left_s <= 0:
+        if (left_s := deadline - monotonic()) <= 0:
             return False
-        if process is None:
-            ready([], min(left_s, _PAUSE_S))
-        else:
-            ready([process], left_s)
+        ready(awaited, min(left_s, pause_s))
     return True
 
 

@@ -110,7 +110,7 @@ def measured(
                 "measure a function that is defined at the top of a module, and give it arguments"
                 " that can be pickled, because weighin sends both to another process",
             ) from None
-        return _run(Path(folder), Body(str(path)), name, limit, isolation)
+        return _run(Body(str(path)), name, limit, isolation)
 
 
 def _load(
@@ -153,7 +153,7 @@ def run_item(item: pytest.Item, limit: Limit) -> list[pytest.TestReport]:
         with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
             path = Path(folder, "reports.json")
             body = Body(str(path), _arguments(item))
-            result = _run(Path(folder), body, item.name, limit, isolation_of(item.config))
+            result = _run(body, item.name, limit, isolation_of(item.config))
             found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     except HarnessError as error:
         return [_failed(item, str(error))]
@@ -169,32 +169,30 @@ def run_item(item: pytest.Item, limit: Limit) -> list[pytest.TestReport]:
         if report.failed:
             report.sections += _sections(result)
         elif report.when == "call" and report.passed:
-            why = (
-                ended if result.outcome is Outcome.CHILD_KILLED else excess(result, limit, allowed)
-            )
-            report = _failed(item, why, result) if why else report
+            is_killed = result.outcome is Outcome.CHILD_KILLED
+            if why := ended if is_killed else excess(result, limit, allowed):
+                report = _failed(item, why, result)
         reports.append(report)
     if result.outcome is Outcome.STRATEGY_FAILED and not any(each.failed for each in reports):
         reports.append(_failed(item, f"the test broke off: {result.message}", result))
     return reports
 
 
-def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> Result:
+def _run(body: Body, name: str, limit: Limit, isolation: str) -> Result:
     if isolation == "docker":
         raise IsolationUnavailable(
             "a test's body cannot run in Docker: a container cannot write the test's report",
             "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
         )
     chosen, _ = select.choose(isolation, limited=limit.ram is not None, containers=False)
-    ram_limit_bytes = parse_bytes(limit.ram) if limit.ram else None
-    spec = ModelSpec("none", "none:none")
-    cell = Cell(spec, name, chosen.name, ram_limit_bytes, device=limit.device)
+    ram_bytes = parse_bytes(limit.ram) if limit.ram else None
+    cell = Cell(ModelSpec("none", "none:none"), name, chosen.name, ram_bytes, limit.device)
     path = tuple(folder or str(Path.cwd()) for folder in sys.path)
     job = Job(cell, checkpoint="", manifest="", strategy_path="", python_path=path, body=body)
-    (folder / "samples").mkdir()
     settings = Settings().model_copy(update={"timeout_s": limit.timeout_s})
     measured = measure(chosen, LoadSpec(job, settings=settings), environment.machine())
-    measured.finish(folder)
+    if measured.trouble:
+        raise measured.trouble
     return measured.result
 
 
@@ -215,8 +213,7 @@ def excess(result: Result, limit: Limit, allowed: int) -> str:
     of_peak, of_start, needs = METRICS[limit.metric]
     peak, start = getattr(result.peaks, of_peak), getattr(result.baseline, of_start, 0)
     if peak is None or start is None:
-        where = f"under the isolation {result.cell.isolation}{needs}"
-        return f"{limit.metric} was not measured {where}"
+        return f"{limit.metric} was not measured under the isolation {result.cell.isolation}{needs}"
     # rss and anon leave out the memory of a test's child processes, which weighin samples.
     of_one = limit.metric in ("rss", "anon")
     held = (of_one and result.peaks.others_private_sampled_bytes) or 0
@@ -224,17 +221,10 @@ def excess(result: Result, limit: Limit, allowed: int) -> str:
         return ""
     kind = "sampled" if limit.metric == "anon" else "exact"
     text = f"{limit.metric} ({kind}) grew by {format_bytes(growth)} during the test's body"
-    than = f"limit of {format_bytes(allowed)}"
     if growth > allowed:
-        text += f", more than its {than}"
-    else:
-        children = f"its child processes had {format_bytes(held)} of private memory (sampled)"
-        text += f", and {children}: together more than the {than}"
-    if highest := max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None):
-        before = result.baseline.rss_bytes if result.baseline else 0
-        above = f"{format_bytes(highest.peak_rss_bytes - before)} above the start"
-        text += f"\nthe phase with the highest peak RSS is {highest.name!r}: {above}"
-    return text
+        return f"{text}, more than its limit of {format_bytes(allowed)}"
+    children = f"its child processes had {format_bytes(held)} of private memory (sampled)"
+    return f"{text}, and {children}: together more than the limit of {format_bytes(allowed)}"
 
 
 def phase_table(result: Result) -> str:

@@ -28,9 +28,9 @@ class CudaMemory:
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
-        # Without this call, page-locked buffers and streams create a context on device 0.
-        torch.cuda.set_device(device.index or 0)
         self.device = torch.device("cuda", device.index or 0)
+        # Without this call, page-locked buffers and streams create a context on device 0.
+        torch.cuda.set_device(self.device.index)
         self._timeline: list[tuple[int, int, int]] = []
         torch.zeros(1, device=self.device)
         torch.cuda.synchronize(self.device)
@@ -80,19 +80,13 @@ class CudaMemory:
         }
 
     def notes(self) -> list[str]:
-        """Return a warning for each property of the GPU or allocator that changes what figures mean."""
-        properties, warnings = torch.cuda.get_device_properties(self.device), []
-        if getattr(properties, "is_integrated", 0):
-            warnings.append(
-                f"{properties.name} has no memory of its own: CUDA memory is part of the RAM, but a RAM"
-                " limit may not apply to it"
-            )
-        if (backend := torch.cuda.get_allocator_backend()) != "native":
-            warnings.append(
-                f"the CUDA allocator is {backend}: requested and reserved bytes are figures of the"
-                " driver's pool, not of torch's blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF"
-            )
-        return warnings
+        properties = torch.cuda.get_device_properties(self.device)
+        if not getattr(properties, "is_integrated", 0):
+            return []
+        return [
+            f"{properties.name} has no memory of its own: CUDA memory is part of the RAM, but a RAM"
+            " limit may not apply to it"
+        ]
 
     def notes_at_end(self) -> list[str]:
         """Return a warning for each other GPU whose memory the process used."""
@@ -108,10 +102,8 @@ class CudaMemory:
         """Limit the bytes that the allocator may reserve, which do not include the CUDA context."""
         _, total = torch.cuda.mem_get_info(self.device)
         if limit_bytes > total:
-            raise ValueError(
-                f"vram={format_exact(limit_bytes)} is more than {self.device} has"
-                f" ({format_bytes(total)})"
-            )
+            limit, has = format_exact(limit_bytes), format_bytes(total)
+            raise ValueError(f"vram={limit} is more than {self.device} has ({has})")
         # torch multiplies by the fraction and truncates; the next larger float gives exactly the limit.
         fraction = min(1.0, math.nextafter(limit_bytes / total, 1.0))
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 # A gap between two phases counts to the second phase if this process ran for less than 1 ms in it, unless it
 # waited for long; on a busy machine, any gap may take a few ms.
-_SHORTEST_GAP_NS = 1_000_000
-_LONG_GAP_NS = 100_000_000
+_SHORTEST_GAP_NS, _LONG_GAP_NS = 1_000_000, 100_000_000
 _PIECE = 1000  # the most points in one message
 _LONGEST = 8000  # characters of a failure; a longer message would not fit into a packet
 
@@ -37,16 +36,13 @@ BEFORE_LOAD = "before the load"
 
 def named_by_strategy(name: object) -> str:
     """Return a phase's name, unless it is malformed or one of weighin's own."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+/()-]{0,63}", name):
-        raise ValueError(
-            f"phase {short_repr(name)}: a phase's name is a text of at most 64 letters, digits, spaces"
-            " and _ . + / ( ) -, and begins with a letter or a digit"
-        )
-    if name in OURS:
-        raise ValueError(
-            f"phase {name!r}: weighin uses this name for a phase of its own; choose another name"
-        )
-    return name
+    pattern = r"[A-Za-z0-9][A-Za-z0-9 _.+/()-]{0,63}"
+    if isinstance(name, str) and re.fullmatch(pattern, name) and name not in OURS:
+        return name
+    raise ValueError(
+        f"phase {short_repr(name)}: a phase's name is a text of at most 64 letters, digits, spaces and"
+        " _ . + / ( ) -, begins with a letter or a digit, and is no name of a phase of weighin itself"
+    )
 
 
 class Marks:
@@ -143,11 +139,11 @@ class Marks:
         if self.cuda:
             self.cuda.synchronize()
         end_ns, figures, peaks = time.monotonic_ns(), self.read(), dict[str, int | None]()
-        minor, major = figures["faults"]
         if self.cuda:
             peaks, points = self.cuda.peaks(), self.cuda.take_timeline()
             for start in range(0, len(points), _PIECE):
                 self.send("told", points=points[start : start + _PIECE])
+        minor, major = figures["faults"]
         self.send(
             "phase",
             name=name,
