@@ -18,7 +18,7 @@ from weighin.text import one_line
 from weighin.worker.phases import BEFORE_LOAD, Marks, describe
 
 if TYPE_CHECKING:
-    from weighin.worker.loading import Worker
+    from weighin.worker.steps import Worker
 
 _KEPT_BYTES = 4096  # of a rank's standard error
 
@@ -59,7 +59,7 @@ def prepare(marks: Marks) -> "Worker":
         with marks.phase(f"import {library.name}"):
             module_of(library.builder).import_class(model.kwargs)
     with marks.phase("prepare"):
-        from weighin.worker.loading import Worker
+        from weighin.worker.steps import Worker
 
         worker = Worker(marks)
     marks.report_baseline(import_ns)
@@ -71,7 +71,7 @@ def classify(error: BaseException, strategy: str, use: str = "") -> tuple[Outcom
     ``use``.
     """
     from weighin.worker.cuda import is_out_of_memory
-    from weighin.worker.loading import NoResult
+    from weighin.worker.steps import NoResult
     from weighin.worker.verify import WrongWeights
 
     if isinstance(error, WrongWeights):
