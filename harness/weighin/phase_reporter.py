@@ -1,11 +1,10 @@
 """Tell weighin what this process does: its phases, each with the peak of its memory, and more of a load.
 
-Each message is one packet with one JSON object, sent to a Unix socket by path, because launchers such
-as torchrun close descriptors that their children would inherit. After a message in ``AWAITED``, the
-process waits for one byte, with which weighin answers when it has read and reset the high-water mark
-of the cgroup. The process reads and resets its own mark, VmHWM. Any process may begin and end phases;
-the other messages are of a worker: the process that loads or saves a model. ``weighin.run.listener``
-has the fields of each. All ranks wait for each other at the messages in ``MET``.
+Each message is one packet with one JSON object, whose fields ``weighin.run.listener`` has, sent to a Unix socket by
+path, because launchers such as torchrun close descriptors that their children would inherit. After a message in
+``AWAITED``, the process waits for one byte, with which weighin answers when it has read and reset the high-water
+mark of the cgroup; at those in ``MET``, all ranks wait for each other. The process reads and resets its own mark,
+VmHWM.
 """
 
 import _socket  # not socket, which takes 1.4 MiB of a worker's memory

@@ -1,8 +1,4 @@
-"""Measure a load for a test, or a test or any function in a new process, with its phases and limits.
-
-The process of a test or function has the isolation ``cgroup`` or ``process``. It cannot run in a
-container, because the container lacks the modules that a test imports.
-"""
+"""Measure a load for a test, or a test or any function in a new process, with its phases and limits."""
 
 import json
 import pickle
@@ -58,10 +54,8 @@ class Limit:
 
 
 class NotOk(Result):
-    """A ``Result`` of a failed measurement: to read its peaks raises AssertionError.
-
-    The peaks of a failed load do not show how much memory the load needs. A test that expects a
-    failure can read ``outcome``, ``message`` and ``phases``.
+    """A ``Result`` of a failed measurement: to read its peaks raises AssertionError, because they do not show how
+    much memory a load needs.
     """
 
     __slots__ = ()
@@ -78,7 +72,7 @@ class NotOk(Result):
         return super().__getattribute__(name)
 
     def __repr__(self) -> str:
-        """Return a short text, which pytest prints when an assertion on the outcome fails."""
+        """Return what pytest prints when an assertion on the outcome fails."""
         return f"<result of {self.cell.strategy}: {self.outcome}>"
 
 
@@ -143,9 +137,7 @@ def isolation_of(config: pytest.Config) -> str:
 
 
 def run_item(item: pytest.Item, limit: Limit) -> list[pytest.TestReport]:
-    """Run a test in a new process, and return the test's reports. The test fails if its memory
-    grows by more than ``limit.size``.
-    """
+    """Run a test in a new process, and return its reports; it fails if its memory grows beyond its limit."""
     try:
         allowed = parse_bytes(limit.size)
         if limit.metric not in METRICS:
@@ -209,7 +201,7 @@ def _arguments(item: pytest.Item) -> tuple[str, ...]:
 
 
 def excess(result: Result, limit: Limit, allowed: int) -> str:
-    """Return a text if a test's memory was not measured or grew by more than ``allowed``, else an empty one."""
+    """Return why a test fails whose memory was not measured or grew by more than ``allowed``, else ""."""
     of_peak, of_start, needs = METRICS[limit.metric]
     peak, start = getattr(result.peaks, of_peak), getattr(result.baseline, of_start, 0)
     if peak is None or start is None:

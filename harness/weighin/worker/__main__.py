@@ -1,9 +1,7 @@
-"""Run one cell: import torch, load the model in phases, read every byte, verify and use the model; or save
-it in phases, sync the files, and read them back.
+"""Run one cell: ``python -m weighin.worker FOLDER`` reads its job in the folder, and reports to the socket there.
 
-An isolation starts this module as ``python -m weighin.worker FOLDER``: the folder has the job, and a
-socket, to which it reports what ``run/listener.py`` defines. What it imports before torch adds to the
-figures, so that even pathlib, which takes 1 MiB, is imported after torch.
+What this module imports before torch adds to the figures, so that even pathlib, which takes 1 MiB, is imported
+after torch.
 """
 
 import os
@@ -67,9 +65,7 @@ def prepare(marks: Marks) -> "Worker":
 
 
 def classify(error: BaseException, strategy: str, use: str = "") -> tuple[Outcome, str]:
-    """Return the outcome and the message of an error in a load, a save, its verification or, if it has begun, a
-    ``use``.
-    """
+    """Return the outcome and the message of an error in a load, a save or, if it has begun, a ``use``."""
     from weighin.worker.cuda import is_out_of_memory
     from weighin.worker.steps import NoResult
     from weighin.worker.verify import WrongWeights

@@ -1,10 +1,8 @@
-"""Read the CUDA allocator's peaks of one device: requested, allocated and reserved bytes.
+"""Read the CUDA allocator's peaks of one device: bytes that tensors need (requested), rounded up to blocks
+(allocated), and in segments of the driver (reserved); and page-locked host memory, of another allocator.
 
-Requested bytes are the bytes that tensors need. Allocated bytes are the requested bytes rounded up
-to blocks. Reserved bytes are the segments that the allocator got from the driver. A thread also
-samples how much GPU memory is in use by the driver's count. Page-locked host memory has another
-allocator, which keeps its own peak. The worker synchronises the device before it reads a peak, so
-that memory and time include pending copies.
+A thread samples how much GPU memory is in use by the driver's count. The worker synchronises the device before it
+reads a peak, so that memory and time include pending copies.
 """
 
 import math
@@ -21,10 +19,8 @@ _KINDS: Final = ("requested", "allocated", "reserved")
 
 
 class CudaMemory:
-    """The memory of one CUDA device, as counted by this process's allocator.
-
-    The constructor creates the CUDA context, so that it is no memory of the load. A ``limit_bytes`` above
-    the device's memory raises ValueError.
+    """The memory of one CUDA device, whose context is created here, so that it is no memory of the load. A
+    ``limit_bytes`` above the device's memory raises ValueError.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
@@ -52,7 +48,7 @@ class CudaMemory:
             torch.cuda.reset_peak_host_memory_stats()
 
     def peaks(self) -> dict[str, int | None]:
-        """Return the allocators' peaks since the last reset, as fields of ``Phase``."""
+        """Return the peaks since the last reset, as fields of ``Phase``."""
         stats = torch.cuda.memory_stats(self.device)
         peaks = {f"peak_cuda_{kind}_bytes": stats.get(f"{kind}_bytes.all.peak") for kind in _KINDS}
         if hasattr(torch.cuda, "host_memory_stats"):  # torch 2.8

@@ -1,8 +1,7 @@
 """Run a test's body, or a function, and measure it, for weighin's pytest plugin.
 
-The worker measures its baseline memory after the setup of the test's fixtures, just before the
-body. Peaks above the baseline therefore belong to the body. Before it measures, the worker returns
-freed memory to the kernel, because a body that reuses freed memory would not raise the peak.
+The baseline is after the setup of the test's fixtures, just before the body. The worker first returns freed
+memory to the kernel, because a body that reuses freed memory would not raise the peak.
 """
 
 import ctypes

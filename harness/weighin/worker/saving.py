@@ -1,9 +1,4 @@
-"""Load the model that a worker saves, sync the saved files, and verify them.
-
-The worker loads the model before it measures its baseline memory, so that peaks above the baseline
-belong to the save. The time of a save includes the sync of the written files, but not their
-verification.
-"""
+"""Load the model that a worker saves, before its baseline; sync the saved files, and verify them."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

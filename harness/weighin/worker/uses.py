@@ -1,8 +1,4 @@
-"""Use a loaded model in a phase of its own: overwrite, train, convert, copy or save it, or fork.
-
-A use runs after the verification of all weights, and so may change the weights. The objects that a
-use makes stay alive until its phase has ended, so that the memory at the phase's end includes them.
-"""
+"""Use a loaded and verified model in a phase of its own: overwrite, train, convert, copy or save it, or fork."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -24,7 +20,7 @@ _RATE: Final = 1e-3
 
 
 class Done(NamedTuple):
-    """The result of a use: ``kept`` stays alive until the phase ends, the rest goes into the record."""
+    """The result of a use: ``kept`` stays alive until the phase has ended, whose memory at the end includes it."""
 
     kept: object = None
     gradients: str = ""
@@ -95,11 +91,8 @@ def _save(model: torch.nn.Module, _: Inputs | None, folder: Path) -> Done:
 
 
 def in_forks(function: Callable[[], object]) -> Done:
-    """Run a function in forked processes at once, and read the private dirty memory of each.
-
-    This is the memory that a process copied because it wrote to it: its resident set size includes
-    the pages that it shares with its parent. All live until the last one has run the function. A
-    process that ends before that raises RuntimeError.
+    """Run a function in forked processes at once, and read the private dirty memory of each: what it copied because
+    it wrote to it. All live until the last one has run the function; one that ends before raises RuntimeError.
     """
     from torch.multiprocessing import get_context
 

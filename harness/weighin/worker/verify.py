@@ -19,10 +19,8 @@ class WrongWeights(Exception):
 
 
 def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by its full name; a tied tensor appears under each name.
-
-    A name in ``wanted`` that is no parameter or buffer is looked up in the state dict, because the
-    modules of bitsandbytes add their scales only to the state dict.
+    """Return every parameter and buffer by its full name, a tied tensor under each name; and what else of ``wanted``
+    is in the state dict, because the modules of bitsandbytes have their scales only there.
     """
     tensors = tensors_by_name(model)
     if others := set(wanted) - tensors.keys():
@@ -58,9 +56,8 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
 def check_structure(
     tensors: dict[str, torch.Tensor], manifest: Manifest, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise WrongWeights if a tensor is missing, unexpected, untied, or of a wrong device, shape or dtype.
-
-    Call it before the values are read: a tensor on the meta device has none.
+    """Raise WrongWeights if a tensor is missing, unexpected, untied, without values, or of a wrong device, shape or
+    dtype.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
