@@ -1,13 +1,4 @@
-"""The pytest plugin: the ``weighin`` fixture, and ``limit_peak``, a marker and an ini option.
-
-::
-
-    def test_loading_stays_small(weighin):
-        run = weighin.measure("mmap_assign", model="gpt2-small")
-        assert run.outcome == "ok" and run.above_import_bytes <= 1.5 * run.model_bytes
-
-    @pytest.mark.limit_peak("1.5GiB", metric="anon")
-    def test_my_own_loader(): ...
+"""The pytest plugin: the ``weighin`` fixture, and ``limit_peak``, a marker and an ini option (docs/ci.md).
 
 Every run of pytest imports weighin.testing.plugin, if weighin is installed beside pytest. Until a
 test uses the fixture or the marker, the plugin therefore imports no other module of weighin.

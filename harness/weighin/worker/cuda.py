@@ -31,8 +31,14 @@ class CudaMemory:
         torch.zeros(1, device=self.device)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        if limit_bytes is not None:
-            self._limit(limit_bytes)
+        if limit_bytes is not None:  # the limit does not include the context
+            _, total = torch.cuda.mem_get_info(self.device)
+            if limit_bytes > total:
+                limit, has = format_exact(limit_bytes), format_bytes(total)
+                raise ValueError(f"vram={limit} is more than {self.device} has ({has})")
+            # torch multiplies by the fraction and truncates; the next larger float gives exactly the limit.
+            fraction = min(1.0, math.nextafter(limit_bytes / total, 1.0))
+            torch.cuda.set_per_process_memory_fraction(fraction, self.device)
         self.reset()
         threading.Thread(target=self._sample, name="cuda sampler", daemon=True).start()
 
@@ -93,16 +99,6 @@ class CudaMemory:
             for index, peak in enumerate(peaks)
             if peak and index != self.device.index
         ]
-
-    def _limit(self, limit_bytes: int) -> None:
-        """Limit the bytes that the allocator may reserve, which do not include the CUDA context."""
-        _, total = torch.cuda.mem_get_info(self.device)
-        if limit_bytes > total:
-            limit, has = format_exact(limit_bytes), format_bytes(total)
-            raise ValueError(f"vram={limit} is more than {self.device} has ({has})")
-        # torch multiplies by the fraction and truncates; the next larger float gives exactly the limit.
-        fraction = min(1.0, math.nextafter(limit_bytes / total, 1.0))
-        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
     def _sample(self) -> None:
         while True:
