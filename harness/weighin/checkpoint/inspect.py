@@ -7,10 +7,11 @@ data, and import no torch. Compute from the sizes how much memory each strategy 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from shlex import quote
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from weighin.errors import HarnessError, UnknownName
 from weighin.files import object_in
@@ -22,7 +23,7 @@ from weighin.stream.foreign import remembering
 from weighin.stream.pickles import type_name
 from weighin.stream.pretrained_folder import CONFIG, adapter_note, is_pretrained
 from weighin.stream.pretrained_library import WHOLE, Selection, library_in
-from weighin.stream.slices import Checkpoint, Footprint, Slice, footprint, ties
+from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, ties
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.text import first_names, one_line, plain
@@ -38,6 +39,40 @@ _SHOWN_FILES: Final = 5
 _SUMMED: Final = ("tensors", "shared", "numbers", "bytes", "file_bytes")  # over a pipeline's parts
 
 
+class _Footprint(NamedTuple):
+    """The bytes of tensors (tied ones count once), of the storages that ``torch.save`` writes and
+    ``torch.load`` reads whole, and of their used part; and the tensors with ``repeated`` elements.
+    """
+
+    tensor_bytes: int
+    storage_bytes: int
+    used_bytes: int
+    repeated: list[str]
+
+
+def _footprint(slices: Sequence[Slice]) -> _Footprint:
+    tied = ties(slices)
+    sizes: dict[tuple[Path, int], int] = {}
+    spans: dict[tuple[Path, int], list[tuple[int, int]]] = {}  # from where to where tensors lie
+    repeated = []
+    for one in chain.from_iterable(one.parts or [one] for one in slices):
+        reach = one.span * ITEM_BYTES[one.dtype_name]
+        if one.storage_bytes:
+            storage = one.file, one.storage_offset
+            sizes[storage] = max(sizes.get(storage, 0), one.storage_bytes)
+            spans.setdefault(storage, []).append((one.offset, one.offset + reach))
+        if one.nbytes > reach:
+            repeated.append(one.name)
+    used_bytes = 0
+    for inside in spans.values():
+        reached = 0
+        for start, end in sorted(inside):
+            used_bytes += max(0, end - max(start, reached))
+            reached = max(reached, end)
+    tensor_bytes = sum(one.nbytes for one in slices if one.name not in tied)
+    return _Footprint(tensor_bytes, sum(sizes.values()), used_bytes, repeated)
+
+
 @remembering()
 def inspect(path: Path, selection: Selection = WHOLE) -> Document:
     """Describe a checkpoint of any format, without reading tensor data.
@@ -50,7 +85,7 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Document:
     tensors = [*_tensors(root, slices)]
     files = [{"name": _relative(file, root), "bytes": file.stat().st_size} for file in slices.files]
     once = [tensor for tensor in tensors if tensor["tied_to"] is None]
-    sized, sizes = footprint(slices), {tensor["name"]: tensor["bytes"] for tensor in once}
+    sized, sizes = _footprint(slices), {tensor["name"]: tensor["bytes"] for tensor in once}
     in_place = sized if not selection and slices.only_tensors else None
     library = library_in(object_in(root / CONFIG)).name if is_pretrained(root) else ""
     usable = [
@@ -70,7 +105,7 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Document:
             "numbers": sum(prod(tensor["shape"]) for tensor in once),
             "bytes": sum(sizes.values()),
             "storage_bytes": sized.storage_bytes,
-            "unused_bytes": sized.unused_bytes,
+            "unused_bytes": sized.storage_bytes - sized.used_bytes,
             "stored_bytes": sum(tensor["stored_bytes"] for tensor in once),
             "file_bytes": sum(file["bytes"] for file in files),
             "largest": max(tensors, key=lambda tensor: tensor["bytes"])["name"],
@@ -90,7 +125,7 @@ def expected(
     strategies: Iterable[StrategyInfo],
     layout: str,
     sizes: dict[str, int],
-    storages: Footprint | None = None,
+    storages: _Footprint | None = None,
 ) -> Iterator[Document]:
     """Yield the expected memory, by its constant PEAK, of each strategy that loads in one process.
 
@@ -159,12 +194,12 @@ def _relative(file: Path, root: Path) -> str:
 
 
 def _notes(
-    path: Path, sized: Footprint, slices: Checkpoint, found: quantised.Quantised | None
+    path: Path, sized: _Footprint, slices: Checkpoint, found: quantised.Quantised | None
 ) -> Iterator[str]:
     """Yield what distinguishes the checkpoint from a plain dict of tensors."""
-    if sized.unused_bytes:
+    if unused_bytes := sized.storage_bytes - sized.used_bytes:
         yield (
-            f"{format_bytes(sized.unused_bytes)} of the files belong to no tensor, and torch.load reads them"
+            f"{format_bytes(unused_bytes)} of the files belong to no tensor, and torch.load reads them"
             " too: torch.save writes the whole storage of a slice. Write the tensors alone: weighin convert"
             f" {one_line(str(path))} NEW.safetensors; or save slice.clone()"
         )

@@ -6,7 +6,7 @@ torch is not imported: weighin's own process describes checkpoints with these ty
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import prod
 from operator import mul
 from types import MappingProxyType
@@ -35,9 +35,7 @@ LARGEST: Final = 2**63 - 1
 
 MOST_DIMENSIONS: Final = 64
 
-NOT_CONVERTED: Final = frozenset({"float4_e2m1fn_x2"})
-"""Dtypes whose tensors torch can store, but cannot copy or convert."""
-
+NOT_CONVERTED: Final = "float4_e2m1fn_x2"
 _LONGEST: Final = 96 * 1024  # Linux limits one argument of a process to 128 KiB
 
 
@@ -48,9 +46,11 @@ def dtype_name(dtype: "torch.dtype") -> str:
 
 def is_sizes(value: object) -> bool:
     """Tell whether a value is a list or tuple of sizes that torch can represent."""
-    if not isinstance(value, list | tuple) or len(value) > MOST_DIMENSIONS:
-        return False
-    return not [size for size in value if type(size) is not int or not 0 <= size <= LARGEST]
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= MOST_DIMENSIONS
+        and not [size for size in value if type(size) is not int or not 0 <= size <= LARGEST]
+    )
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, which would take five times as long to make
@@ -124,7 +124,13 @@ class Slice:
 
     @property
     def contiguous(self) -> bool:
-        return _is_row_major(self.shape, self.stride)
+        usual = row_major(self.shape)
+        steps = zip(self.shape, self.stride, usual, strict=True)
+        return (
+            self.stride == usual
+            or 0 in self.shape
+            or all(size == 1 or step == one for size, step, one in steps)
+        )
 
 
 class Fill(NamedTuple):
@@ -136,15 +142,9 @@ class Fill(NamedTuple):
 
 @lru_cache
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a tensor that is stored without gaps in row-major order."""
+    """Return the strides, in elements, of a contiguous tensor."""
     steps = accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1)
     return tuple(steps)[::-1] if shape else ()
-
-
-@lru_cache
-def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    steps = zip(shape, stride, row_major(shape), strict=True)
-    return 0 in shape or all(size == 1 or step == usual for size, step, usual in steps)
 
 
 class Checkpoint(list[Slice]):
@@ -179,22 +179,23 @@ class Checkpoint(list[Slice]):
         With ``only``, names without the prefix are left out. Modules' names in ``metadata`` lose the
         prefix as in ``torch.nn.modules.utils.consume_prefix_in_state_dict_if_present``.
         """
-
-        def is_kept(name: str) -> bool:
-            return not only or name.startswith(prefix)
-
+        kept = prefix if only else ""
         renamed = Checkpoint(
-            replace(one, name=one.name.removeprefix(prefix)) for one in self if is_kept(one.name)
+            replace(one, name=one.name.removeprefix(prefix))
+            for one in self
+            if one.name.startswith(kept)
         )
         vars(renamed).update(vars(self))
         renamed.values = {
-            name.removeprefix(prefix): one for name, one in self.values.items() if is_kept(name)
+            name.removeprefix(prefix): value
+            for name, value in self.values.items()
+            if name.startswith(kept)
         }
         if self.metadata is not None:
             renamed.metadata = {
                 f"{name}.".removeprefix(prefix).removesuffix("."): local
                 for name, local in self.metadata.items()
-                if name and is_kept(f"{name}.")
+                if name and f"{name}.".startswith(kept)
             }
         return renamed
 
@@ -231,10 +232,7 @@ def ties(slices: Sequence[Slice]) -> dict[str, str]:
 
 
 def are_equal(one: Slice, other: Slice) -> bool:
-    """Tell whether two tensors of the same shape have the same dtype and the same bytes.
-
-    ``are_equal`` reads both tensors up to the first difference.
-    """
+    """Tell whether two tensors of the same shape have the same dtype and the same bytes."""
     from weighin.stream.foreign import unreadable  # few reads compare
 
     if (one.file, one.offset) == (other.file, other.offset):
@@ -258,53 +256,12 @@ def are_equal(one: Slice, other: Slice) -> bool:
 def check_converts(checkpoint: "Path", slices: Iterable[Slice], repair: str) -> None:
     """Raise CheckpointError with ``repair`` if torch cannot convert a tensor to another dtype."""
     for one in slices:
-        if one.dtype_name in NOT_CONVERTED:
+        if one.dtype_name == NOT_CONVERTED:
             raise CheckpointError(
                 f"{checkpoint}: {shown(one.name)} has the dtype torch.{one.dtype_name}; torch can"
                 " neither copy nor convert a tensor of this dtype",
                 repair,
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """The sizes of a checkpoint in bytes.
-
-    ``torch.save`` writes the whole storage of each tensor, and ``torch.load`` reads it; a model has
-    memory only for the elements (``tensor_bytes``, where tied tensors count once). The storage of a
-    view has more bytes than the view, and that of an expanded (``repeated``) tensor fewer.
-    """
-
-    tensor_bytes: int
-    storage_bytes: int
-    used_bytes: int
-    repeated: tuple[str, ...] = ()
-
-    @property
-    def unused_bytes(self) -> int:
-        return self.storage_bytes - self.used_bytes
-
-
-def footprint(slices: Sequence[Slice]) -> Footprint:
-    tied, repeated = ties(slices), []
-    storages: dict[object, int] = {}  # the size of each
-    spans: dict[object, list[tuple[int, int]]] = {}  # from where to where tensors lie in it
-    for one in chain.from_iterable(one.parts or [one] for one in slices):
-        reach = one.span * ITEM_BYTES[one.dtype_name]
-        if one.storage_bytes:
-            storage = one.file, one.storage_offset
-            storages[storage] = max(storages.get(storage, 0), one.storage_bytes)
-            spans.setdefault(storage, []).append((one.offset, one.offset + reach))
-        if one.nbytes > reach:
-            repeated.append(one.name)
-    covered = 0
-    for inside in spans.values():
-        reached = 0
-        for start, end in sorted(inside):
-            covered += max(0, end - max(start, reached))
-            reached = max(reached, end)
-    tensor_bytes = sum(one.nbytes for one in slices if one.name not in tied)
-    return Footprint(tensor_bytes, sum(storages.values()), covered, tuple(repeated))
 
 
 def pack(slices: Sequence[Slice]) -> str:

@@ -67,12 +67,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's elements fill one range of its storage without gaps, in any order."""
-    expected = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and step != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def is_whole_storage(tensor: torch.Tensor) -> bool:
@@ -111,8 +106,8 @@ def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
 
 
 def untie(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Give each name of a tied parameter a parameter of its own, except that the names of a group still
-    share one. The new parameters are uninitialised.
+    """Give each name of a tied parameter an uninitialised parameter of its own; the names of one of the
+    ``groups`` still share one.
     """
     firsts = {name: names[0] for names in groups for name in names}
     for names in tied_names(model):
@@ -160,11 +155,8 @@ def assign(
 def real_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
     """Replace parameters and persistent buffers on the meta device by uninitialised CPU tensors.
 
-    Tied tensors stay tied. If the body of the ``with`` statement raises, the model gets the tensors on
-    the meta device back.
-
-    Args:
-        dtypes: maps tensor names to new dtypes; a tensor without an entry keeps its dtype.
+    Tied tensors stay tied. A name in ``dtypes`` gets this dtype. If the body of the ``with`` statement
+    raises, the model gets the tensors on the meta device back.
     """
     made: dict[int, torch.Tensor] = {}
     undo: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -176,13 +168,12 @@ def real_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator
                 continue
             if id(tensor) not in made:
                 kind = dtypes.get(f"{prefix}.{leaf}" if prefix else leaf, tensor.dtype)
-                data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
-                made[id(tensor)] = data
+                real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
                 if isinstance(tensor, nn.Parameter):
-                    real = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+                    real = torch.Tensor._make_subclass(type(tensor), real, tensor.requires_grad)
                     real.__dict__.update(tensor.__dict__)
-                    made[id(tensor)] = real
-                del data  # which would keep its memory until the body ends
+                made[id(tensor)] = real
+                del real  # which would keep its memory until the body ends
             undo.append((module, leaf, tensor))
             setattr(module, leaf, made[id(tensor)])
     made.clear()
