@@ -155,10 +155,10 @@ def test_deep_and_shared_objects_take_little_time(tmp_path: Path, depth: int) ->
     data += b"".join(b"X\6\0\0\0%06dh\2" % number for number in range(depth)) + b"u."
     path = tmp_path / "x"
     value = pickles.load(path, io.BytesIO(data)).value
-    from weighin.stream.state_dicts import state_dict
+    from weighin.stream.torch_files import TorchFile
 
     with pytest.raises(CheckpointError, match="not a flat state dict: 'a' holds a list"):
-        state_dict(path, {"model": value}, "model")
+        TorchFile(path, {"model": value}, "", {}).checkpoint("model")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -46,7 +46,7 @@ from weighin.stream.foreign import (
 )
 from weighin.stream.pickles import Named, Opaque
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, are_equal, is_sizes, row_major
-from weighin.stream.state_dicts import with_key
+from weighin.stream.torch_files import with_key
 from weighin.text import first_names, plain, shown
 
 Shape = tuple[int, ...]

@@ -26,7 +26,7 @@ from weighin.stream.foreign import (
 from weighin.stream.pretrained_folder import find_weights, is_pretrained
 from weighin.stream.pretrained_library import WHOLE, Selection
 from weighin.stream.slices import Checkpoint, Slice
-from weighin.stream.state_dicts import all_empty, is_beside_weights, no_key
+from weighin.stream.torch_files import all_empty, is_beside_weights, no_key
 from weighin.text import first_names, plain, shown
 
 SUFFIXES: Final = {
@@ -45,8 +45,10 @@ _TENSORIZER: Final = "tensorizer"  # which this package alone writes and reads
 
 def suffix_of(name: str) -> str:
     """Return the suffix of a checkpoint in a format that weighin writes; empty for a folder."""
-    if name in SUFFIXES or name == _TENSORIZER:
-        return SUFFIXES.get(name, ".tensors")
+    if name == _TENSORIZER:
+        return ".tensors"
+    if name in SUFFIXES:
+        return SUFFIXES[name]
     if name in READ_ONLY:
         raise ConfigError(
             f"weighin reads the format {name}, but does not write it",
@@ -65,7 +67,7 @@ def known(name: str) -> str:
 def checkpoint_in(folder: Path, name: str) -> Path:
     """Return the path of the checkpoint in the format ``name``; ``folder`` has one per format."""
     suffix = suffix_of(name)
-    return folder / name / f"model{suffix}" if suffix else folder / name
+    return folder / name / (f"model{suffix}" if suffix else "")
 
 
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
@@ -85,7 +87,7 @@ def detect(path: Path) -> str:
     return _located(path)[0]
 
 
-def _located(path: Path) -> tuple[str, Path]:  # noqa: PLR0911 (one for each kind)
+def _located(path: Path) -> tuple[str, Path]:
     """Return the format of a checkpoint, and the path of the checkpoint itself.
 
     The second path lies below ``path`` if ``path`` is the folder of a training run, or a Hugging
@@ -106,17 +108,17 @@ def _located(path: Path) -> tuple[str, Path]:  # noqa: PLR0911 (one for each kin
             raise no_model(path)
         return name, path
     head = first_bytes(path)
-    if gguf_files.is_file(path):  # by its magic number, whatever its suffix
-        return gguf_files.NAME, path
-    if head.startswith(b"|TZR|"):
-        return _TENSORIZER, path
-    if is_zip(head) or is_legacy(head):
-        return "pt" if is_zip(head) else "pt_legacy", path
-    if head and (path.suffix == SUFFIXES["safetensors"] or is_safetensors(head)):
-        return "safetensors", path
-    if name := folders.format_of(path):
-        return name, path
-    raise unknown(path, check_present(path))
+    kinds = {
+        gguf_files.NAME: gguf_files.is_file(path),  # by its magic number, whatever its suffix
+        _TENSORIZER: head.startswith(b"|TZR|"),
+        "pt": is_zip(head),
+        "pt_legacy": is_legacy(head),
+        "safetensors": is_safetensors(head) or (head and path.suffix == ".safetensors"),
+    }
+    name = next((name for name, fits in kinds.items() if fits), "") or folders.format_of(path)
+    if not name:
+        raise unknown(path, check_present(path))
+    return name, path
 
 
 @remembering()
@@ -144,8 +146,7 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
     elif name == _TENSORIZER:
         raise CheckpointError(
             f"{path}: a file of tensorizer's format, which only the package tensorizer reads",
-            "give the checkpoint from which this file was made; weighin then writes such a file for"
-            " the strategy tensorizer",
+            "give the checkpoint from which this file was made",
         )
     else:
         found = folders.read(path, name, key)
@@ -156,17 +157,17 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
         found = inside
     if prefix:
         found = _stripped(path, found, prefix if prefix.endswith(".") else f"{prefix}.")
-    if _is_empty(found) and is_beside_weights(path):
+    if found and not any(one.nbytes for one in found) and is_beside_weights(path):
         raise all_empty(path)
     return found
 
 
 def _stripped(path: Path, found: Checkpoint, prefix: str) -> Checkpoint:
+    renamed = found.without(prefix)
     if not any(one.name.startswith(prefix) for one in found):
         what = f"no tensor's name begins with {shown(prefix)}"
         names = first_names(plain(one.name) for one in found)
         raise CheckpointError(f"{path}: {what}", f"the tensors in the file are called: {names}")
-    renamed = found.without(prefix)
     if len({one.name for one in renamed}) != len(renamed):
         what = f"two tensors would have the same name without the prefix {shown(prefix)}"
         way = "leave strip_prefix out, or convert the checkpoint with your own code"
@@ -181,12 +182,8 @@ def refuse_empty(path: Path, slices: Sequence[Slice]) -> None:
             f"{path}: no tensors in it",
             "if they are deeper inside, name the entry that holds them: --key model",
         )
-    if _is_empty(slices):
+    if not any(one.nbytes for one in slices):
         raise all_empty(path)
-
-
-def _is_empty(slices: Sequence[Slice]) -> bool:
-    return bool(slices) and not any(one.nbytes for one in slices)
 
 
 @remembering()

@@ -38,7 +38,6 @@ from weighin.stream.foreign import misfit, selecting
 from weighin.stream.pretrained_library import Selection
 from weighin.stream.quantised import refuse_codes
 from weighin.stream.slices import Checkpoint, Fill, Slice, check_converts
-from weighin.stream.state_dicts import is_extra_state
 from weighin.stream.tensors import (
     is_dense,
     named_tensors,
@@ -47,6 +46,7 @@ from weighin.stream.tensors import (
     tensors_of,
     use_count,
 )
+from weighin.stream.torch_files import is_extra_state
 from weighin.text import first_names, plain, shown
 
 Granularity = Literal["all", "module", "tensor"]

@@ -8,27 +8,25 @@ name is the key of its storage, and whose offset counts from the storage's start
 
 import io
 import pickle
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
-from weighin.stream.foreign import AGAIN, RESAVE, damaged
+from weighin.stream.foreign import AGAIN, RESAVE
 from weighin.stream.slices import ITEM_BYTES, LARGEST, Slice, is_sizes
 from weighin.text import shown
 
 MOST_BYTES: Final = 32 * 1024**2
 """The largest pickle that is read, in bytes: 200 times the size of GPT-2 XL's pickle."""
-IF_TRUSTED: Final = (
-    "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
-)
 
 _USUAL_BYTES: Final = 64 * 1024  # which are read first
 _MOST_INSTRUCTIONS: Final = 3_000_000  # each may push a number of some 40 bytes
 _MOST_OBJECTS: Final = 700_000  # of some 100 to 200 bytes each; a tensor takes ten
-_MOST_NAMES: Final = 10_000  # of classes and functions, of 1,000 characters at most
-_LONGEST_NAME: Final = 500  # of a class or function, and as many for its module
+_MOST_NAMES: Final = 10_000  # of classes and functions
+_LONGEST_NAME: Final = 500  # characters of a class or function, and as many of its module
 
 _STORED_BYTES: Final = {
     **ITEM_BYTES, "qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1,
@@ -56,12 +54,7 @@ _SAFE: Final = frozenset({
 })  # fmt: skip
 """Classes and functions that torch.load(weights_only=True) accepts, besides those of tensors."""
 
-
 Malformed: Final = pickle.UnpicklingError
-"""The pickle is invalid, or describes an impossible tensor."""
-
-
-# Records
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +66,10 @@ class Named:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Opaque:
-    """An object in a pickle whose class is neither imported nor called.
+    """An object in a pickle, made of what the pickle gives it: ``contents``.
 
-    ``kind`` is the full name of its class, of the function that makes it, or of a dtype. ``contents`` are
-    records of what the pickle gives it. ``is_tensor`` tells whether it is a tensor that weighin does not
-    read, such as a sparse one.
+    ``kind`` is the full name of its class, of the function that makes it, or of a dtype. ``is_tensor``
+    tells whether it is a tensor that weighin does not read, such as a sparse one.
     """
 
     kind: str
@@ -140,8 +132,6 @@ class Dict(dict[Any, Any]):
 
 @dataclass(slots=True)
 class Storage:
-    """A storage: the key in the file, the dtype, and the number of elements."""
-
     key: str
     dtype: str
     numel: int
@@ -210,7 +200,7 @@ _REPLACED: Final = {
 _PUT, _GLOBAL, _FRAME, _STOP = b"rc\x95."
 
 
-def _rewritten(path: Path, data: bytes) -> tuple[bytes, int]:
+def _rewritten(data: bytes) -> tuple[bytes, int]:
     """Return the harmless form of the pickle that begins ``data``, and the pickle's length in bytes;
     IndexError: ``data`` end before the pickle does.
     """
@@ -229,7 +219,7 @@ def _rewritten(path: Path, data: bytes) -> tuple[bytes, int]:
             continue
         objects += 1
         if objects > _MOST_OBJECTS:
-            raise _too_large(path, f"more than {_MOST_OBJECTS:,} objects")
+            raise Malformed(f"it has more than {_MOST_OBJECTS:,} objects")
         if (width := _MADE.get(instruction)) is not None:
             start = at + 1 + width
             at = start + int.from_bytes(data[at + 1 : start], "little")
@@ -247,17 +237,17 @@ def _rewritten(path: Path, data: bytes) -> tuple[bytes, int]:
             harmless += memoryview(data)[copied : at + 1]
             return bytes(harmless), at + 1
         else:
-            what = f"weighin does not know its instruction {instruction:#04x}, at byte {at:,}"
-            raise Malformed(what)
-    raise _too_large(path, f"more than {_MOST_INSTRUCTIONS:,} instructions")
+            raise Malformed(
+                f"weighin does not know its instruction {instruction:#04x}, at byte {at:,}"
+            )
+    raise Malformed(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
 
 
 class _Reader(pickle.Unpickler):
     """Makes records from the operands that the rewritten instructions hand over."""
 
-    def __init__(self, path: Path, data: bytes) -> None:
+    def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data), encoding="latin-1")
-        self._path = path
         self.storages: dict[str, Storage] = {}
         self.names: dict[str, Named] = {}
 
@@ -292,10 +282,7 @@ class _Reader(pickle.Unpickler):
             raise Malformed("a storage is a view of another, as torch wrote before 0.4")
         of, _, kind = name.rpartition(".")
         if of not in _OF_STORAGES or kind not in _STORAGES:
-            raise CheckpointError(
-                f"{self._path}: holds more than tensors, and was NOT executed: it refers to {name}",
-                IF_TRUSTED,
-            )
+            raise Malformed(f"a storage has the class {name}, which weighin does not read")
         storage = Storage(key, _STORAGES[kind], numel)
         if not is_sizes((numel,)) or storage.nbytes > LARGEST:
             raise Malformed(f"storage {shown(key)} has an impossible size")
@@ -314,50 +301,43 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
     ``resave`` is the repair (advice) in the error for a damaged pickle.
     """
     at = file.tell()
-    what = f"the pickle from byte {base + at:,} cannot be read"
+    what = f"{path}: damaged: the pickle from byte {base + at:,} cannot be read"
     try:
-        harmless, length = _next(path, file)
-        reader = _Reader(path, harmless)
+        harmless, length = _next(file)
+        reader = _Reader(harmless)
         value = reader.load()
     except EOFError as error:
         is_cut = "truncated: the file ends inside the pickle"
-        raise damaged(path, f"{what}: {is_cut}", resave if base else AGAIN) from error
+        raise CheckpointError(f"{what}: {is_cut}", resave if base else AGAIN) from error
     except (Malformed, LookupError, ValueError, TypeError, AttributeError, OverflowError,
             MemoryError) as error:  # fmt: skip
-        raise damaged(path, f"{what}: {error}", resave) from error
+        raise CheckpointError(f"{what}: {error}", resave) from error
     file.seek(at + length)
     return Pickled(value, reader.storages, tuple(reader.names))
 
 
-def _next(path: Path, file: BinaryIO) -> tuple[bytes, int]:
-    """Return the harmless form of the next pickle, and the pickle's length; read at most twice as much."""
+def _next(file: BinaryIO) -> tuple[bytes, int]:
+    """Return the harmless form of the next pickle, and its length; read at most twice as much."""
     data = b""
-    while len(data) < MOST_BYTES:
+    while True:
         more = file.read(min(max(len(data), _USUAL_BYTES), MOST_BYTES - len(data)))
         data += more
-        try:
-            return _rewritten(path, data)
-        except IndexError:
-            if not more:
-                raise EOFError from None
-    raise _too_large(path, f"longer than {MOST_BYTES:,} bytes")
+        with suppress(IndexError):
+            return _rewritten(data)
+        if len(data) == MOST_BYTES:
+            raise Malformed(f"it is longer than {MOST_BYTES:,} bytes")
+        if not more:
+            raise EOFError
 
 
-def _too_large(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: the pickle cannot be read: {what}",
-        "load the file with torch, and save plain weights: torch.save(model.state_dict(), ...)",
-    )
-
-
-# Calls: the names of functions and classes are compared with those that torch.save writes for tensors
+# Calls
 
 _MOST_ARGUMENTS: Final = 16
 _NOWHERE: Final = Path()
 
 
 def _called(function: Any, arguments: Any) -> Any:
-    """Return the record for the result of a call in the pickle, without calling anything."""
+    """Return a record of what the call of a function or class, which is not called, would return."""
     if not isinstance(arguments, tuple) or not isinstance(function, Named | Opaque):
         raise Malformed("the pickle calls an object that is not a function")
     if isinstance(function, Opaque):  # the pickle calls the result of another call
@@ -397,7 +377,7 @@ def _typed(inner: Any, kind: Any, arguments: Any, _state: Any) -> Any:
 
 def _quantised(source: Any, *_: Any) -> Opaque:
     if not isinstance(source, Storage):
-        raise Malformed("a tensor is created from something that is not a storage")
+        raise TypeError
     return Opaque(f"torch.{source.dtype}", [source], is_tensor=True)
 
 
@@ -414,9 +394,7 @@ def _tensor(
     source: Any, offset: Any, shape: Any, stride: Any, _grad: Any = None, _hooks: Any = None,
     metadata: Any = None, *, dtype: str = "",
 ) -> Any:  # fmt: skip
-    """Return the record of a tensor. ``metadata`` are such as {"conj": True}; an empty ``dtype`` means
-    that of the storage.
-    """
+    # ``metadata`` are such as {"conj": True}; without ``dtype``, it is the storage's.
     if not isinstance(source, Storage):
         raise Malformed("a tensor is created from something that is not a storage")
     are_usual = isinstance(metadata, dict) and len(metadata) <= _MOST_ARGUMENTS

@@ -78,7 +78,7 @@ class Lazy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SafeFile:
-    """Stands in for the file that ``safetensors.safe_open`` opens, of which names and slices are asked."""
+    """Stands in for the file that ``safetensors.safe_open`` opens."""
 
     tensors: dict[str, Lazy]
 
@@ -95,14 +95,9 @@ class SafeFile:
 class Load:
     """One load: what is still to be read, and the tensors that several names of the file share.
 
-    Args:
-        slices: the tensors of the files whose names and places are known.
-        threads: the number of reading threads, as for ``load_streaming``.
-        ignores_adapter: whether ``from_pretrained`` ignores an adapter beside the model.
-
-    Attributes:
-        infos: transformers' reports on missing and unexpected keys, one for each of its models.
-        defers: whether nothing needs the values of a tensor before ``finish``.
+    ``slices`` are the tensors of the files whose names and places are known. ``infos`` are
+    transformers' reports on missing and unexpected keys, one for each of its models. ``defers`` tells
+    whether nothing needs the values of a tensor before ``finish``.
     """
 
     def __init__(
@@ -157,8 +152,7 @@ class Load:
         filling.fill(fills, self._disk)
 
 
-# The functions below replace functions of the libraries. Their first arguments are the load of this
-# thread and the original.
+# Replaced functions: the first arguments are the load of this thread and the original
 
 
 def _safe_open(
@@ -255,21 +249,6 @@ def _are_same(one: Slice, other: Slice) -> bool:
     return alike and one.contiguous and other.contiguous and are_equal(one, other)
 
 
-def _put(replaced: ExitStack, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Replace a function for the thread that loads; a version that lacks the function stays as it is."""
-    real = vars(owner).get(name)
-    if real is None:
-        return
-
-    @wraps(real, updated=())
-    def either(*args: Any, **more: Any) -> Any:
-        load = getattr(_here, "load", None)
-        return ours(load, real, *args, **more) if load else real(*args, **more)
-
-    replaced.callback(setattr, owner, name, real)
-    setattr(owner, name, either)
-
-
 def _install(replaced: ExitStack) -> None:
     replaced.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
@@ -289,14 +268,31 @@ def _install(replaced: ExitStack) -> None:
         replaced.callback(logging.enable_progress_bar)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    _put(replaced, utils, "safe_open", _safe_open)
-    _put(replaced, utils, "load_state_dict", _load_state_dict)
-    _put(replaced, utils, "maybe_load_adapters", _maybe_load_adapters)
-    _put(replaced, utils, "convert_and_load_state_dict_in_model", _convert_and_load)
-    _put(replaced, core, "spawn_materialize", _spawn_materialize)
-    _put(replaced, core.WeightRenaming, "convert", _rename)
-    _put(replaced, core.WeightConverter, "convert", _convert)
-    _put(replaced, of_gguf, "load_gguf_checkpoint", _load_gguf_checkpoint)
+    functions: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (utils, "safe_open", _safe_open),
+        (utils, "load_state_dict", _load_state_dict),
+        (utils, "maybe_load_adapters", _maybe_load_adapters),
+        (utils, "convert_and_load_state_dict_in_model", _convert_and_load),
+        (core, "spawn_materialize", _spawn_materialize),
+        (core.WeightRenaming, "convert", _rename),
+        (core.WeightConverter, "convert", _convert),
+        (of_gguf, "load_gguf_checkpoint", _load_gguf_checkpoint),
+    )
+    for owner, name, ours in functions:
+        if real := vars(owner).get(name):  # some versions lack one
+            replaced.callback(setattr, owner, name, real)
+            setattr(owner, name, _in_loads(real, ours))
+
+
+def _in_loads(real: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``ours`` in a thread that loads by this module, else ``real``."""
+
+    @wraps(real, updated=())
+    def either(*args: Any, **more: Any) -> Any:
+        load = getattr(_here, "load", None)
+        return ours(load, real, *args, **more) if load else real(*args, **more)
+
+    return either
 
 
 @contextmanager
@@ -304,11 +300,8 @@ def reading(load: Load) -> Iterator[None]:
     """Let transformers read by this module, in this thread, until the context ends.
 
     Until then, other loads wait, and warnings and transformers' log are silent in the whole process. At
-    the end, torch's random numbers go on as if there had been no load.
-
-    glibc returns freed memory of 1 MiB or more to the kernel meanwhile, as the conversions of
-    transformers free much. At the end its threshold is 32 MiB, where glibc's own adjustment ends,
-    because glibc has no function to restore it.
+    the end, torch's random numbers go on as if there had been no load. glibc meanwhile returns freed
+    memory of 1 MiB or more to the kernel; it cannot restore its threshold, which is 32 MiB at the end.
     """
     before = getattr(_here, "load", None)
     with _lock, ExitStack() as replaced:

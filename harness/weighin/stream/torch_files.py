@@ -9,13 +9,18 @@ The older format is, as torch.save(..., _use_new_zipfile_serialization=False) st
     pickle   the state dict; each tensor refers to its storage by a key
     pickle   [key, ...], the order of the storages
     then for each storage: 8 bytes with its number of elements, and its bytes
+
+A training checkpoint also has settings, schedulers and random states, as objects of any class, which
+are records of ``pickles``.
 """
 
 import io
 import os
 import struct
 import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -32,20 +37,34 @@ from weighin.stream.foreign import (
     map_late,
     other_zip,
     resaving,
+    select_key,
     truncated,
     unknown,
     unreadable,
 )
 from weighin.stream.pickles import Opaque, type_name
 from weighin.stream.slices import Checkpoint, Slice
-from weighin.stream.state_dicts import no_tensor, state_dict
-from weighin.text import shown
+from weighin.text import first_names, plain, shown
 
 MAGIC: Final = 0x1950A86A20F9469CFC6C
 VERSION: Final = 1001
 
 _MOST_DIRECTORY_BYTES: Final = 8 * 1024**2  # of a zip file: the directory of 100,000 tensors
 _LOCAL_BYTES: Final = 30  # of a record's own header, before its name
+_LONGEST_KEY: Final = 200  # characters of a key that advice names, which must be whole
+_OPTIM_STATES: Final = "_optim_states.pt"
+_IF_TRUSTED: Final = (
+    "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
+)
+_SAVE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
+_PLAIN: Final = (
+    "load it with the code that wrote it, make it a plain tensor with values (tensor.to_dense(),"
+    " dequantize(), unbind(), full_tensor(), resolve_conj(), view(torch.uint8), cpu()), and save it:"
+    " torch.save({NAME: TENSOR, ...}, ...)"
+)
+_FROM_NUMPY: Final = (
+    "save tensors instead: torch.save({name: torch.from_numpy(array) for name, array in ...}, ...)"
+)
 
 Record = tuple[int, int]
 """The offset of a record's first byte in the file, and the record's size in bytes."""
@@ -56,19 +75,15 @@ class TorchFile:
     """The pickled value of a file, as records, and the place of each storage by the storage's key.
 
     ``refused`` is the first name in the pickle that torch.load(weights_only=True) refuses; or "".
-    ``damage`` tells why no storage has a place; or "".
     """
 
     path: Path
     value: Any
     refused: str
     places: dict[str, Record]
-    damage: str = ""
 
     def slice(self, name: str, tensor: Slice) -> Slice:
         """Return where a tensor of the pickle lies, under the name ``name``."""
-        if self.damage:
-            raise damaged(self.path, self.damage)
         start, size = self.places.get(tensor.name, (0, 0))
         if tensor.storage_bytes != size:  # torch.load refuses a longer record, too
             what = f"has {tensor.storage_bytes:,} bytes, but its record in the file has {size:,}"
@@ -77,12 +92,43 @@ class TorchFile:
         return Slice(name, tensor.shape, tensor.stride, dtype, self.path, offset, start, size)
 
     def checkpoint(self, key: str) -> Checkpoint:
-        """Return the state dict at ``key`` in nested dicts, or the whole value for the key ""."""
-        tensors, values, metadata = state_dict(self.path, self.value, key)
+        """Return the state dict at the dotted ``key`` of nested dicts; "" means the whole value.
+
+        Values other than tensors must not hold tensors. Without a key, only the extra states of modules
+        are allowed, because a file of tensors and settings is more likely a training checkpoint.
+        """
+        inside = _at_key(self.path, self.value, key)
+        if not isinstance(inside, dict):
+            raise self._no_state_dict(key if isinstance(inside, Opaque) else "", inside)
+        tensors: dict[str, Slice] = {}
+        values: dict[Any, Any] = {}
+        for name, item in inside.items():
+            is_tensor = isinstance(name, str) and isinstance(item, Slice)
+            (tensors if is_tensor else values)[name] = item
+        seen: set[int] = set()
+        for name, item in values.items():
+            if tensors and is_extra_state(name):
+                continue  # torch.load reads it
+            inner = [*_walk([(name, item)], key, seen)]
+            holds = any(
+                isinstance(one, Slice) or getattr(one, "is_tensor", False) for _, one in inner
+            )
+            if holds or not (key and tensors and isinstance(name, str)):
+                objects = (each for each in inner if isinstance(each[1], Opaque))
+                odd = (each for each in objects if each[1].is_tensor or each[1].is_foreign)
+                raise self._no_state_dict(*next(odd, (name, item)))
         found = Checkpoint(self.slice(name, tensor) for name, tensor in tensors.items())
-        found.files, found.values, found.metadata = (self.path,), values, metadata
-        found.refused = self.refused
+        found.files, found.values, found.refused = (self.path,), values, self.refused
+        found.metadata = getattr(inside, "metadata", None)
         return found
+
+    def _no_state_dict(self, place: Any, item: Any) -> CheckpointError:
+        """Return the exception for a state dict that cannot have ``item``."""
+        sizes = _sizes(self.value)
+        if sizes and not any(sizes.values()):
+            return all_empty(self.path)
+        error = _no_tensor(self.path, place, item)
+        return CheckpointError(error.message, with_key(sizes) or error.repair)
 
 
 def read(path: Path, key: str = "") -> Checkpoint:
@@ -90,6 +136,8 @@ def read(path: Path, key: str = "") -> Checkpoint:
 
     Raises:
         CheckpointError: the file is damaged or of another kind, or has no flat state dict at ``key``.
+            The message names an object that a state dict cannot have, and the repair (advice) the keys
+            and sizes of the largest state dicts.
     """
     found = open_file(path).checkpoint(key)
     found.format = "pt_legacy" if is_legacy(check_present(path)) else "pt"
@@ -105,7 +153,7 @@ def read_one(path: Path, name: str, base: int = 0, length: int | None = None) ->
     if isinstance(value, Slice):
         return file.slice(name, value)
     if isinstance(value, Opaque) and (value.is_tensor or value.is_foreign):
-        raise no_tensor(path, name, value)
+        raise _no_tensor(path, name, value)
     raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", RESAVE)
 
 
@@ -124,6 +172,9 @@ def open_file(path: Path, base: int = 0, length: int | None = None) -> TorchFile
             return _open_archive(_Window(path, file.fileno(), base, size))
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+# Zip archives
 
 
 class _Window:
@@ -207,6 +258,8 @@ def _records(window: _Window) -> dict[str, Record]:
 
     records: dict[str, Record] = {}
     folded: dict[bytes, str] = {}
+    infos.sort(key=lambda info: info.header_offset)
+    reached, before = 0, ""
     for info, head in zip(infos, map_late(header, infos), strict=True):
         name, shows = info.filename, f"record {shown(info.filename)}"
         if info.flag_bits & 1:
@@ -221,18 +274,19 @@ def _records(window: _Window) -> dict[str, Record]:
             raise damaged(path, what)
         lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         at = info.header_offset + _LOCAL_BYTES + lengths
-        records[name] = at, info.file_size
         if not head.startswith(b"PK\3\4") or at + info.file_size > end:
             what = f"{shows} at byte {info.header_offset:,} lies outside the archive"
             raise damaged(path, what)
-    at, before = 0, ""
-    for name, (begin, size) in sorted(records.items(), key=lambda item: item[1][0]):
-        if begin < at:
-            raise damaged(path, f"record {shown(name)} overlaps record {shown(before)}")
-        at, before = begin + size, name
-    if min((info.header_offset for info in infos), default=0):
+        if at < reached:
+            raise damaged(path, f"{shows} overlaps record {shown(before)}")
+        records[name] = at, info.file_size
+        reached, before = at + info.file_size, name
+    if infos and infos[0].header_offset:
         raise damaged(path, "something lies before the archive, where torch.load would read it")
     return records
+
+
+# The format of torch before 1.6
 
 
 def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
@@ -247,12 +301,9 @@ def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
     file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
     if not isinstance(keys, list) or {*map(type_name, keys)} - {"str"}:
         raise damaged(path, "its list of storages is not a list of strings")
-    if sorted(keys) != sorted(storages):
-        # An object that torch does not load is named before this damage: its first tensor is refused.
-        what = "its list of storages does not match its tensors"
-        return TorchFile(path, pickled.value, pickled.refused, {}, what)
     places: dict[str, Record] = {}
-    for key in keys:
+    # Of a list that does not match, no storage has a place: its first tensor is refused.
+    for key in keys if sorted(keys) == sorted(storages) else ():
         name, end = f"storage {shown(key)}", at + 8 + storages[key].nbytes
         if end > file_bytes:
             raise truncated(path, name, end, file_bytes)
@@ -271,3 +322,171 @@ def _big_endian(path: Path) -> CheckpointError:
         " of bytes",
         resaving(path),
     )
+
+
+# State dicts in nested dicts
+
+
+def is_extra_state(name: object) -> bool:
+    """Tell whether a name in a state dict is the name of a module's extra state."""
+    return isinstance(name, str) and "_extra_state" in name.split(".")
+
+
+def _at_key(path: Path, value: Any, key: str) -> Any:
+    """Return the value at a dotted key of nested dicts; or else the values whose names begin with the
+    key and a dot, as a dict of their remaining names.
+    """
+    if not key:
+        return value
+    for found in _found(value, key):
+        return found
+    items = value if isinstance(value, dict) else {}
+    start = f"{key}."
+    inside = {
+        name.removeprefix(start): item
+        for name, item in items.items()
+        if isinstance(name, str) and name.startswith(start)
+    }
+    if not inside:
+        raise no_key(path, key, items)
+    return inside
+
+
+def _found(value: Any, key: str) -> Iterator[Any]:
+    """Yield every value that a dotted key can mean in nested dicts, the longest first name first,
+    because names may contain dots.
+    """
+    if not isinstance(value, dict):
+        return
+    if key in value:
+        yield value[key]
+    parts = key.split(".")
+    for size in range(len(parts) - 1, 0, -1):
+        yield from _found(value.get(".".join(parts[:size])), ".".join(parts[size:]))
+
+
+def _walk(
+    items: Iterable[tuple[Any, Any]], above: str, seen: set[int]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, dicts, lists and objects in values, in order, each with its dotted key.
+
+    Values whose ids are in ``seen`` are left out, because a crafted pickle may refer to one value many
+    times, and those deeper than 1,000 levels.
+    """
+    todo = [(above, iter(items))]
+    while todo:
+        place, rest = todo[-1]
+        for name, one in rest:
+            if not isinstance(one, dict | list | tuple | Opaque | Slice) or id(one) in seen:
+                continue
+            seen.add(id(one))
+            inner = place
+            if isinstance(name, str | int) and len(place) <= 100:
+                inner = f"{place}.{plain(str(name))}" if place else plain(str(name))
+            yield inner, one
+            if isinstance(one, Slice) or len(todo) == 1000:
+                continue
+            if isinstance(one, dict):
+                inside: Iterable[tuple[Any, Any]] = one.items()
+            else:
+                inside = (
+                    zip(repeat(None), one.contents) if isinstance(one, Opaque) else enumerate(one)
+                )
+            todo.append((inner, iter(inside)))
+            break
+        else:
+            todo.pop()
+
+
+def _sizes(value: Any) -> dict[str, int]:
+    """Map the dotted key of each nested state dict to its size in bytes; leave out optimizers."""
+    seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
+    places: dict[str, int] = {}
+
+    def look(inside: Mapping[Any, Any], above: str) -> None:
+        for name, item in inside.items():
+            if not isinstance(name, str) or not name or len(above) + len(name) >= _LONGEST_KEY:
+                continue
+            if not isinstance(item, dict) or "optim" in name.lower() or is_extra_state(name):
+                continue
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            place = f"{above}.{name}" if above else name
+            tensors = [one for one in item.values() if isinstance(one, Slice)]
+            if tensors and all(
+                isinstance(key, str) and (isinstance(one, Slice) or is_extra_state(key))
+                for key, one in item.items()
+            ):
+                places[place] = sum(one.nbytes for one in tensors)
+            else:
+                look(item, place)
+
+    if isinstance(value, Mapping):
+        look(value, "")
+    return places
+
+
+# Errors for files without a state dict
+
+
+def with_key(sizes: Mapping[str, int]) -> str:
+    """Return the advice to select one of the three largest state dicts, or "" if none has bytes.
+
+    ``sizes`` maps their keys to bytes.
+    """
+    from weighin.units import format_bytes  # imports decimal, which few loads need
+
+    usual = (place for place in sizes if sizes[place] and len(place) <= _LONGEST_KEY)
+    places = sorted(usual, key=lambda place: -sizes[place])[:3]
+    ways = " or ".join(f"--key {one} ({format_bytes(sizes[one])})" for one in places)
+    return select_key(ways, places[0]) if places else ""
+
+
+def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
+    names = first_names(plain(one) for one in dict.fromkeys(keys) if isinstance(one, str))
+    repair = with_key(_sizes(keys)) or f"its keys: {names or 'none'}"
+    return CheckpointError(f"{path}: has no key {shown(key)}", repair)
+
+
+def is_beside_weights(path: Path) -> bool:
+    """Tell whether a folder, or a file's folder, has files in which ZeRO-3 keeps weights."""
+    folder = path if path.is_dir() else path.parent
+    return next(folder.glob(f"*{_OPTIM_STATES}"), None) is not None
+
+
+def all_empty(path: Path) -> CheckpointError:
+    """Return the exception for a checkpoint whose tensors are all empty, as in ZeRO-3's model states."""
+    if is_beside_weights(path):
+        return CheckpointError(
+            f"{path}: all tensors are empty: ZeRO-3 keeps the weights in *{_OPTIM_STATES}",
+            f"give the folder of all its files: {path if path.is_dir() else path.parent}",
+        )
+    return CheckpointError(
+        f"{path}: all tensors have 0 elements, so the checkpoint holds no weights",
+        "save the whole weights: a process that shards a model (ZeRO-3, FSDP) must gather them"
+        " before it calls state_dict()",
+    )
+
+
+def _no_tensor(path: Path, place: Any, item: Any) -> CheckpointError:
+    """Return the exception for a value that is no plain tensor, at the dotted key ``place`` of a file."""
+    where, title = "it" if place == "" else shown(place), type_name(item)
+    record = item if isinstance(item, Opaque) else Opaque("")
+    if isinstance(place, Opaque):
+        what, repair = f"not a state dict: a dict has a key of type {place.kind}", _SAVE
+    elif record.is_tensor:
+        what, repair = f"{where} is a {title}; weighin reads plain tensors", _PLAIN
+    elif title.endswith("multiarray._reconstruct"):
+        what, repair = f"{where} is a NumPy array, not a tensor", _FROM_NUMPY
+    elif record.is_module:
+        what = f"{where} is a whole pickled module ({title}), and was NOT executed"
+        repair = _IF_TRUSTED
+    elif record.is_foreign:
+        what = f"holds more than tensors, and was NOT executed: {where} refers to {title}"
+        repair = _IF_TRUSTED
+    elif place == "":
+        what, repair = f"holds a {title}, not a state dict", _SAVE
+    else:
+        what, repair = f"not a flat state dict: {where} holds a {title}", _SAVE
+    return CheckpointError(f"{path}: {what}", repair)
