@@ -144,7 +144,7 @@ def test_only_the_place_of_an_argument_says_what_it_is(
 
 def test_the_dtype_of_a_tensor_must_be_one(tmp_path: Path) -> None:
     call = b"ctorch._utils\n_rebuild_tensor_v3\n(" + FLOATS + PLACE + b"\x89}NtR"
-    with pytest.raises(CheckpointError, match="the dtype of a tensor is a NoneType"):
+    with pytest.raises(CheckpointError, match="_rebuild_tensor_v3 has other arguments than"):
         pickles.load(tmp_path / "x", io.BytesIO(pickled(call)))
 
 

@@ -89,12 +89,6 @@ class Opaque:
         self.contents.extend((key, value))
 
     @property
-    def is_module(self) -> bool:
-        """Whether it is a whole ``nn.Module``, whose state has these keys."""
-        states = (one for one in self.contents if isinstance(one, dict))
-        return any(one.keys() >= {"_parameters", "_buffers"} for one in states)
-
-    @property
     def is_foreign(self) -> bool:
         """Whether torch.load(weights_only=True) refuses the object."""
         return not self.is_tensor and "." in self.kind and not is_safe(self.kind)
@@ -139,20 +133,6 @@ class Storage:
     @property
     def nbytes(self) -> int:
         return self.numel * _STORED_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Pickled:
-    """A pickled value as records, its storages by key, and all classes and functions that it names."""
-
-    value: Any
-    storages: dict[str, Storage]
-    names: tuple[str, ...]
-
-    @property
-    def refused(self) -> str:
-        """The first name that torch.load(weights_only=True) refuses; "" if torch.load refuses none."""
-        return next((name for name in self.names if not is_safe(name)), "")
 
 
 def is_safe(name: str) -> bool:
@@ -243,13 +223,21 @@ def _rewritten(data: bytes) -> tuple[bytes, int]:
     raise Malformed(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
 
 
-class _Reader(pickle.Unpickler):
-    """Makes records from the operands that the rewritten instructions hand over."""
+class Pickled(pickle.Unpickler):
+    """A pickled ``value``, as records that are made of what the rewritten instructions hand over; its
+    ``storages`` by key; and all ``names`` of classes and functions in it.
+    """
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data), encoding="latin-1")
+    def __init__(self, harmless: bytes) -> None:
+        super().__init__(io.BytesIO(harmless), encoding="latin-1")
         self.storages: dict[str, Storage] = {}
         self.names: dict[str, Named] = {}
+        self.value: Any = self.load()
+
+    @property
+    def refused(self) -> str:
+        """The first name that torch.load(weights_only=True) refuses; "" if torch.load refuses none."""
+        return next((name for name in self.names if not is_safe(name)), "")
 
     def find_class(self, module: str, name: str, /) -> Named:
         full = f"{module[:_LONGEST_NAME]}.{name[:_LONGEST_NAME]}"
@@ -304,8 +292,7 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
     what = f"{path}: damaged: the pickle from byte {base + at:,} cannot be read"
     try:
         harmless, length = _next(file)
-        reader = _Reader(harmless)
-        value = reader.load()
+        pickled = Pickled(harmless)
     except EOFError as error:
         is_cut = "truncated: the file ends inside the pickle"
         raise CheckpointError(f"{what}: {is_cut}", resave if base else AGAIN) from error
@@ -313,7 +300,7 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
             MemoryError) as error:  # fmt: skip
         raise CheckpointError(f"{what}: {error}", resave) from error
     file.seek(at + length)
-    return Pickled(value, reader.storages, tuple(reader.names))
+    return pickled
 
 
 def _next(file: BinaryIO) -> tuple[bytes, int]:
@@ -382,12 +369,12 @@ def _quantised(source: Any, *_: Any) -> Opaque:
 
 
 def _tensor_v3(
-    source: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
+    source: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any,
     metadata: Any = None,
 ) -> Any:  # fmt: skip
     if not isinstance(dtype, Named):
-        raise Malformed(f"the dtype of a tensor is a {type_name(dtype)}")
-    return _tensor(source, offset, shape, stride, grad, hooks, metadata, dtype=dtype.name)
+        raise TypeError
+    return _tensor(source, offset, shape, stride, metadata=metadata, dtype=dtype.name)
 
 
 def _tensor(
@@ -396,7 +383,7 @@ def _tensor(
 ) -> Any:  # fmt: skip
     # ``metadata`` are such as {"conj": True}; without ``dtype``, it is the storage's.
     if not isinstance(source, Storage):
-        raise Malformed("a tensor is created from something that is not a storage")
+        raise TypeError
     are_usual = isinstance(metadata, dict) and len(metadata) <= _MOST_ARGUMENTS
     if metadata and not (are_usual and not any(metadata.values())):
         return Opaque("conjugated or negated values", [source], is_tensor=True)

@@ -473,13 +473,14 @@ def _no_tensor(path: Path, place: Any, item: Any) -> CheckpointError:
     """Return the exception for a value that is no plain tensor, at the dotted key ``place`` of a file."""
     where, title = "it" if place == "" else shown(place), type_name(item)
     record = item if isinstance(item, Opaque) else Opaque("")
+    states = [one.keys() for one in record.contents if isinstance(one, dict)]
     if isinstance(place, Opaque):
         what, repair = f"not a state dict: a dict has a key of type {place.kind}", _SAVE
     elif record.is_tensor:
         what, repair = f"{where} is a {title}; weighin reads plain tensors", _PLAIN
     elif title.endswith("multiarray._reconstruct"):
         what, repair = f"{where} is a NumPy array, not a tensor", _FROM_NUMPY
-    elif record.is_module:
+    elif any(keys >= {"_parameters", "_buffers"} for keys in states):
         what = f"{where} is a whole pickled module ({title}), and was NOT executed"
         repair = _IF_TRUSTED
     elif record.is_foreign:
