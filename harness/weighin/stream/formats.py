@@ -1,9 +1,4 @@
-"""Detect the format of a checkpoint, and read it.
-
-``pt`` and ``pt_legacy`` are read by ``torch_files``, ``per_param``, ``per_module``, ``sharded``,
-``sharded_pt`` and ``dcp`` by ``folders``, ``deepspeed`` and ``deepspeed_universal`` by ``zero``. Of the
-folder of a whole training run, the newest step is read.
-"""
+"""Detect the format of a checkpoint, and read it; of the folder of a training run, the newest step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,9 +66,7 @@ def checkpoint_in(folder: Path, name: str) -> Path:
 
 
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
-    """Return the name of the checkpoint's format if strategies load the user's own files, and no
-    converted copy; None if there is no checkpoint.
-    """
+    """Return the checkpoint's format if strategies load the user's own files, and no converted copy."""
     if checkpoint is None or not checkpoint.exists():
         return None
     name = detect(checkpoint)
@@ -88,10 +81,8 @@ def detect(path: Path) -> str:
 
 
 def _located(path: Path) -> tuple[str, Path]:
-    """Return the format of a checkpoint, and the path of the checkpoint itself.
-
-    The second path lies below ``path`` if ``path`` is the folder of a training run, or a Hugging
-    Face folder whose weights are not in shards with the usual index.
+    """Return the format of a checkpoint, and its own path, which lies below the folder of a training run,
+    or of a Hugging Face folder whose weights are not in shards with the usual index.
     """
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _located(file)
@@ -123,10 +114,7 @@ def _located(path: Path) -> tuple[str, Path]:
 
 @remembering()
 def read(path: Path, selection: Selection = WHOLE) -> Checkpoint:
-    """Return the selected tensors with their files and offsets.
-
-    ``read`` executes no code in the files, and reads no file outside the checkpoint's folder.
-    """
+    """Return the selected tensors; execute no code in the files, and read no file outside the folder."""
     return once((path, selection), lambda: _read(path, selection))
 
 

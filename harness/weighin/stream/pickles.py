@@ -2,7 +2,7 @@
 
 Python's own unpickler moves the values on its stack, and ``_rewritten`` first replaces every
 instruction that would call, build or hash an object: the new instructions hand the operands to
-``_Reader.persistent_load``, which makes a record of them. The record of a tensor is a ``Slice`` whose
+``Pickled.persistent_load``, which makes a record of them. The record of a tensor is a ``Slice`` whose
 name is the key of its storage, and whose offset counts from the storage's start.
 """
 
@@ -175,7 +175,7 @@ _REPLACED: Final = {
     ord("\x90"): b"e",
     ord("\x91"): b"t",
 }
-"""What stands in the place of an instruction. ``Q`` calls ``_Reader.persistent_load``."""
+"""What stands in the place of an instruction. ``Q`` calls ``Pickled.persistent_load``."""
 
 _PUT, _GLOBAL, _FRAME, _STOP = b"rc\x95."
 

@@ -2,13 +2,11 @@
 
 ``from_pretrained`` decides everything: class, names, conversions, ties, initialisation and dtypes.
 Only the bytes come from here: while a load of this thread runs, transformers' functions that read
-files are replaced by functions of this module, which hand out ``Lazy`` tensors. A tensor that is only
-renamed gets its memory at once, and its values, together with all others, when transformers has
-placed the last one. A tensor that transformers' operations convert is read when they ask for it;
-``conversions`` fills the results of some operations piece by piece.
-
-The replaced names, all private to transformers, are those in ``_install``. Other threads, and this
-thread after the load, call the original functions, which also read a file that weighin cannot read.
+files (private ones: see ``_install``) are replaced by functions that hand out ``Lazy`` tensors. A
+tensor that is only renamed gets its memory at once, and its values, together with all others, when
+transformers has placed the last one. A tensor that transformers' operations convert is read when they
+ask for it; ``conversions`` fills the results of some operations piece by piece. The original functions
+serve other threads, and read a file that weighin cannot read.
 """
 
 import ctypes

@@ -56,18 +56,16 @@ _PARTS: Final = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint.HuggingFaceS
 _LATER: Final = re.compile(r'"saved_offsets":\s*\[[^\[\]]*[1-9]')
 _WHOLE: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # written by one rank for all
 
-# Of a header, which may be crafted: 200,000 tensors of four dimensions have fewer.
+# Of a header, which may be crafted: 180,000 tensors of four dimensions have fewer.
 _MOST_TEXT_BYTES: Final = 32 * 1024**2
 _MOST_BRACKETS: Final = 700_000  # an empty list takes 3 bytes of text, and 80 of memory
-_MOST_ITEMS: Final = 3_000_000
+_MOST_ITEMS: Final = 2_000_000
 
 
 def read(path: Path) -> Checkpoint:
     """Return all tensors' offsets, in the order of ``weighin.order`` or else of the header.
 
-    Raises:
-        CheckpointError: the file is damaged (for example, tensors overlap), or a tensor has a dtype
-            that torch lacks. The message names the faulty tensor or byte offset.
+    The CheckpointError for a damaged file names the faulty tensor or byte offset.
     """
     text, file_bytes = _header(path)
     entries = _parsed(path, text)

@@ -55,20 +55,17 @@ def is_sizes(value: object) -> bool:
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, which would take five times as long to make
 class Slice:
-    """One tensor of a state dict, and its place in a file.
+    """One tensor of a state dict, and its place in a file: offsets in bytes from the file's start.
 
     Attributes:
         stride: of each dimension, in elements.
         dtype_name: torch's name of the dtype, such as "float32".
-        offset: of the first element, in bytes from the file's start.
-        storage_offset: of the storage that the tensor views, in bytes from the file's start; tied
-            tensors and views of one storage have the same.
-        parts: the blocks of a tensor that is stored in several, which cover it; ``file`` and the
-            offsets are then those of the first block.
+        storage_offset: of the storage that the tensor views, alone or with others.
+        parts: the blocks that cover a tensor which is stored in several; ``file`` and the offsets are
+            then those of the first block.
         start: of a block among ``parts``, the indexes of its first element in the whole tensor.
         encoding: the quantised type of the elements in a GGUF file ("Q4_K"); else empty.
-        fill: writes values that are computed, for example from codes and scales, into a tensor of
-            this shape, in that tensor's dtype; called by several threads for different tensors.
+        fill: writes computed values, in its dtype, into a tensor of this shape; called by several threads.
     """
 
     name: str
@@ -86,7 +83,7 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all elements in ``dtype_name``, without the gaps between them."""
+        """The size in bytes of all elements, without the gaps between them."""
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
@@ -105,7 +102,6 @@ class Slice:
 
     @property
     def read_order(self) -> tuple[str, int]:
-        """The key by which loaders sort their reads."""
         return str(self.file), self.offset
 
     @property
@@ -134,7 +130,7 @@ class Slice:
 
 
 class Fill(NamedTuple):
-    """A tensor to fill, of any dtype and on any device, and its source in a checkpoint."""
+    """A tensor to fill, of any dtype and on any device, and its source."""
 
     where: Slice
     out: "torch.Tensor"
@@ -152,13 +148,11 @@ class Checkpoint(list[Slice]):
 
     Attributes:
         files: every file that a load may read, in a stable order.
-        metadata: maps each module's name to its version metadata, by which ``load_state_dict`` detects
-            older checkpoints; None if the format does not store such metadata.
-        values: maps the names of the state dict's values other than tensors, such as an extra
-            state, to records of ``stream.pickles``.
+        metadata: the version metadata of each module by its name, for ``load_state_dict``; None if the
+            format does not store them.
+        values: the state dict's other values by name, such as an extra state: records of ``pickles``.
         refused: the first class or function in the file that torch.load(weights_only=True) refuses.
-        notes: sentences on contradictions between the checkpoint's files, which do not change the
-            result of a load, such as an index that names another shard.
+        notes: sentences on contradictions between the files that do not change the result of a load.
     """
 
     format: str = ""
@@ -174,10 +168,8 @@ class Checkpoint(list[Slice]):
         return not (self.values or self.refused)
 
     def without(self, prefix: str, *, only: bool = False) -> "Checkpoint":
-        """Return the tensors and values with ``prefix``, "module.", removed from their names.
-
-        With ``only``, names without the prefix are left out. Modules' names in ``metadata`` lose the
-        prefix as in ``torch.nn.modules.utils.consume_prefix_in_state_dict_if_present``.
+        """Return the tensors and values with ``prefix``, "module.", removed from their names, as by
+        torch's ``consume_prefix_in_state_dict_if_present``; with ``only``, leave out the others.
         """
         kept = prefix if only else ""
         renamed = Checkpoint(
@@ -265,10 +257,8 @@ def check_converts(checkpoint: "Path", slices: Iterable[Slice], repair: str) -> 
 
 
 def pack(slices: Sequence[Slice]) -> str:
-    """Return the names, shapes, dtypes and ties of a checkpoint's tensors as one short string.
-
-    A record contains this string, so that the record alone identifies the model, which
-    ``weighin.models.synthesised.from_tensors`` builds. It has 3 KiB for GPT-2 XL.
+    """Return the names, shapes, dtypes and ties of tensors as one short string, by which a record
+    identifies the model that ``weighin.models.synthesised.from_tensors`` builds: 3 KiB for GPT-2 XL.
     """
     import base64
     import json

@@ -92,10 +92,8 @@ def tied_names(model: torch.nn.Module) -> list[list[str]]:
 
 
 def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
-    """Make the names of each group share the tensor of the group's first name again.
-
-    Call ``retie`` after ``to_empty`` from the meta device or ``load_state_dict(assign=True)``,
-    which silently untie weights.
+    """Make the names of each group share the tensor of the group's first name again, after ``to_empty``
+    from the meta device or ``load_state_dict(assign=True)``, which silently untie weights.
     """
     for first, *others in groups:
         owner, _, attribute = first.rpartition(".")
@@ -124,9 +122,8 @@ def untie(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
 
 
 def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
-    """Add the missing names of tied weights to a state dict; each group has the names of one tensor.
-
-    Formats that cannot store shared tensors, such as safetensors, store only one name of each group.
+    """Add the missing names of tied weights to a state dict, of which some formats store only one; each
+    group has the names of one tensor.
     """
     for names in groups:
         present = [name for name in names if name in state]

@@ -72,9 +72,8 @@ Record = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """The pickled value of a file, as records, and the place of each storage by the storage's key.
-
-    ``refused`` is the first name in the pickle that torch.load(weights_only=True) refuses; or "".
+    """The pickled value of a file, and the places of its storages by their keys. ``refused`` is the first
+    name in the pickle that torch.load(weights_only=True) refuses; or "".
     """
 
     path: Path
@@ -134,10 +133,8 @@ class TorchFile:
 def read(path: Path, key: str = "") -> Checkpoint:
     """Return the state dict in a file of ``torch.save``; for GPT-2 XL, this takes 0.03 s.
 
-    Raises:
-        CheckpointError: the file is damaged or of another kind, or has no flat state dict at ``key``.
-            The message names an object that a state dict cannot have, and the repair (advice) the keys
-            and sizes of the largest state dicts.
+    If there is no flat state dict at ``key``, the CheckpointError names an object that it cannot have,
+    and the keys and sizes of the largest state dicts.
     """
     found = open_file(path).checkpoint(key)
     found.format = "pt_legacy" if is_legacy(check_present(path)) else "pt"
@@ -145,9 +142,7 @@ def read(path: Path, key: str = "") -> Checkpoint:
 
 
 def read_one(path: Path, name: str, base: int = 0, length: int | None = None) -> Slice:
-    """Return the only tensor in a file, or in the archive of ``length`` bytes that begins at the byte
-    ``base`` of a file, under the name ``name``.
-    """
+    """Return the only tensor in what ``open_file`` opens, under the name ``name``."""
     file = open_file(path, base, length)
     value = file.value
     if isinstance(value, Slice):
@@ -178,10 +173,7 @@ def open_file(path: Path, base: int = 0, length: int | None = None) -> TorchFile
 
 
 class _Window:
-    """``length`` bytes of an open file from the byte ``base`` on, as ``zipfile`` reads them.
-
-    A crafted archive cannot have it read any number of bytes.
-    """
+    """A part of an open file, as ``zipfile`` reads it: not any number of bytes of a crafted archive."""
 
     def __init__(self, path: Path, descriptor: int, base: int, length: int) -> None:
         self.path, self.descriptor, self.base, self.length = path, descriptor, base, length
@@ -400,30 +392,29 @@ def _walk(
 
 def _sizes(value: Any) -> dict[str, int]:
     """Map the dotted key of each nested state dict to its size in bytes; leave out optimizers."""
-    seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: dict[str, int] = {}
-
-    def look(inside: Mapping[Any, Any], above: str) -> None:
-        for name, item in inside.items():
+    todo = [("", value)] if isinstance(value, dict) else []
+    seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
+    while todo:
+        above, inside = todo.pop()
+        tensors = [one for one in inside.values() if isinstance(one, Slice)]
+        if (
+            above
+            and tensors
+            and all(
+                isinstance(name, str) and (isinstance(one, Slice) or is_extra_state(name))
+                for name, one in inside.items()
+            )
+        ):
+            places[above] = sum(one.nbytes for one in tensors)
+            continue
+        for name, item in reversed(inside.items()):
             if not isinstance(name, str) or not name or len(above) + len(name) >= _LONGEST_KEY:
                 continue
-            if not isinstance(item, dict) or "optim" in name.lower() or is_extra_state(name):
-                continue
-            if id(item) in seen:
-                continue
-            seen.add(id(item))
-            place = f"{above}.{name}" if above else name
-            tensors = [one for one in item.values() if isinstance(one, Slice)]
-            if tensors and all(
-                isinstance(key, str) and (isinstance(one, Slice) or is_extra_state(key))
-                for key, one in item.items()
-            ):
-                places[place] = sum(one.nbytes for one in tensors)
-            else:
-                look(item, place)
-
-    if isinstance(value, Mapping):
-        look(value, "")
+            is_left_out = "optim" in name.lower() or is_extra_state(name) or id(item) in seen
+            if isinstance(item, dict) and not is_left_out:
+                seen.add(id(item))
+                todo.append((f"{above}.{name}" if above else name, item))
     return places
 
 
@@ -431,10 +422,7 @@ def _sizes(value: Any) -> dict[str, int]:
 
 
 def with_key(sizes: Mapping[str, int]) -> str:
-    """Return the advice to select one of the three largest state dicts, or "" if none has bytes.
-
-    ``sizes`` maps their keys to bytes.
-    """
+    """Return the advice to select one of the three largest state dicts of these bytes; "" for none."""
     from weighin.units import format_bytes  # imports decimal, which few loads need
 
     usual = (place for place in sizes if sizes[place] and len(place) <= _LONGEST_KEY)
