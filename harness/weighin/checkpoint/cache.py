@@ -52,10 +52,8 @@ _MANIFEST: Final = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checkpoint that is ready to load.
-
-    ``made`` tells whether this call of ``ensure`` wrote the checkpoint, or only its manifest if ``in_place``:
-    then ``path`` is the user's own checkpoint. ``warnings`` are for the user.
+    """A checkpoint that is ready to load: if ``in_place``, the user's own, of which only the manifest was
+    ``made`` by this call of ``ensure``.
     """
 
     path: Path
@@ -71,9 +69,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class CachedCheckpoint:
-    """A checkpoint in the cache; ``last_used_s`` is in seconds since the epoch. If the cache has only the
-    manifest of a user's own file, ``size_bytes`` is 0 and ``format`` is "index".
-    """
+    """A checkpoint in the cache; or the manifest of a user's own file, with the ``format`` "index"."""
 
     name: str
     format: str
@@ -95,9 +91,8 @@ def ensure(
 ) -> Prepared:
     """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
 
-    ``checkpoint`` is the user's own file, which is compared with the model at its first use and after a
-    change of the file, the model or ``selection``. Its state dict is converted into the cache if it has another
-    format than ``fmt``, or holds more than the model's tensors. ``dtype`` is that of the loads.
+    A user's own ``checkpoint`` is compared with the model at its first use and after a change of the file,
+    the model or ``selection``, and is converted as ``truth.index`` tells. ``dtype`` is that of the loads.
     ``python_path`` lists the folders from which a user's builder is imported.
     """
     formats.known(fmt)
@@ -234,9 +229,7 @@ def discard(entry: Path, fmt: str) -> None:
 
 @contextmanager
 def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Lock one entry within the context; ``waiting`` is called if another process has the lock. The kernel
-    releases the lock of a process that is killed.
-    """
+    """Lock one entry within the context; ``waiting`` is called if another process has the lock."""
     path = staging.folder() / "locks" / f"{entry.name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -54,15 +55,12 @@ class Conversion:
     """A checkpoint to write, from another checkpoint.
 
     Attributes:
-        target: the file or folder to write, which must not exist.
         fmt: the name of the format to write; ``AUTO`` for the format of the target's suffix.
         dtype: torch's name of the new dtype of floating-point tensors; empty keeps their own dtypes.
         max_shard_bytes: the largest size of one file of a sharded format.
         verify: whether to read the target back from the disk and compare it with the source.
-        selection: the tensors to write, and their new names.
         model_keys: whether to write the state dict of the model that ``load_pretrained`` loads.
-        choice: the class of the folder's model, the adapter to merge, and whether the folder's code
-            may run.
+        choice: how ``load_pretrained`` loads it.
     """
 
     source: Path
@@ -148,13 +146,10 @@ class Conversion:
     def write(
         self, permit: Callable[[int], None] = lambda _: None, progress: Progress | None = None
     ) -> dict[str, Any]:
-        """Convert in this process; return the seconds that the writing took, and what is told of the source.
-
-        ``permit`` is called with an upper bound of the bytes to write, before the first byte.
-        """
+        """Convert in this process; return the seconds that the writing took, and what is told of the source."""
         import torch
 
-        from weighin.checkpoint.checksum import RunningChecksum
+        from weighin.checkpoint.checksum import summing
         from weighin.checkpoint.reader import RECORD_BYTES
         from weighin.stream.construct import map_large_tensors
         from weighin.stream.write import write
@@ -164,16 +159,14 @@ class Conversion:
         tensors, source_pieces, told = self._loaded() if self.model_keys else self._read()
         torch.set_num_threads(1)  # the format's writers run in several threads of their own
         plans = {plan.name: plan for plan in tensors}
-        sums: dict[str, str] = {}  # several threads set one item each
+        sums: dict[str, dict[str, str]] = {}
 
         def pieces(name: str) -> "Iterator[torch.Tensor]":
-            running = RunningChecksum(plans[name].nbytes)
-            for piece in source_pieces(name):
-                converted = piece.to(plans[name].dtype)
-                if self.verify:
-                    running.update(converted)
-                yield converted
-            sums[name] = running.hexdigest()
+            numel, dtype = prod(plans[name].shape), plans[name].dtype
+            converted = (piece.to(dtype) for piece in source_pieces(name))
+            if not self.verify:
+                return converted
+            return summing(name, converted, numel, dtype, sums, is_kept=True)
 
         stored = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
         permit(RECORD_BYTES * len(tensors) + stored)
@@ -257,7 +250,9 @@ class Conversion:
         return plans, lambda name: pieces_of(tensors[name].contiguous()), told
 
 
-def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progress | None) -> None:
+def _verify(
+    new: Path, tensors: Plans, sums: Mapping[str, Mapping[str, str]], progress: Progress | None
+) -> None:
     """Read the new checkpoint from the disk, and compare every tensor with the values written."""
     from weighin.checkpoint.reader import checksum_of, plans
     from weighin.stream.write import run_parallel
@@ -265,7 +260,7 @@ def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progre
     wrong: list[str] = []
 
     def check(where: Slice) -> None:
-        if checksum_of(where, progress) != sums[where.name]:
+        if [checksum_of(where, progress)] != [*sums[where.name].values()]:
             wrong.append(where.name)
 
     slices, what = formats.read(new), ""
@@ -284,10 +279,7 @@ def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progre
 
 
 def format_for(target: Path, fmt: str) -> str:
-    """Return the format to write into ``target``; for ``AUTO``, the one of its suffix, or a folder of shards.
-
-    ConfigError: programs expect another format in a file of this suffix, or ``AUTO`` and an unknown suffix.
-    """
+    """Return the format to write into ``target``; for ``AUTO``, the one of its suffix, or a folder of shards."""
     suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
     expected = _SUFFIXES.get(suffix, ())
     if fmt == AUTO and not suffix and re.fullmatch(r"\.[A-Za-z]{1,12}", target.suffix):

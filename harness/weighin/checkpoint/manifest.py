@@ -25,8 +25,7 @@ class TensorEntry:
     Attributes:
         dtype: the dtype in the checkpoint, without "torch."; ``bytes`` is the size in this dtype.
         shared_with: the first name of a tied tensor, in the entries of its other names; else None.
-        checksums: by dtype: of a floating-point tensor, float32, bfloat16, float16 and its own; only its
-            own for any other tensor, and for one that keeps its dtype in every model.
+        checksums: by dtype: its own; and if models convert it, float32, bfloat16 and float16.
         file_checksums: those of the values in the file, which are right too, for a tensor that
             ``from_pretrained`` changes after reading it; else None.
     """

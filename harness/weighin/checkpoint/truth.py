@@ -45,20 +45,13 @@ from weighin.stream.pretrained_folder import (
 )
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of, module_of
 from weighin.stream.quantised import of_model, refuse_codes
-from weighin.stream.slices import (
-    Progress,
-    Slice,
-    TensorPlan,
-    check_converts,
-    dtype_name,
-)
+from weighin.stream.slices import Progress, Slice, TensorPlan, check_converts, dtype_name
 from weighin.stream.tensors import named_tensors, non_persistent_buffers
 from weighin.stream.write import run_parallel, write
 from weighin.text import one_line, plain
 
 Permit = Callable[[int, int], None]
-"""A function that is called with an upper bound of the bytes to write, before anything is written, and
-with that of the bytes which are only read."""
+"""Called before anything is written with upper bounds of the bytes to write, and of those only to read."""
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
@@ -66,12 +59,10 @@ _SCALES: Final = frozenset({"weight", "scale", "gamma"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A tensor of a model, of which some values are uninitialised.
+    """A tensor of a model, whose values may be uninitialised, and its ``dtype`` in the checkpoint.
 
-    Attributes:
-        dtype: the dtype in the checkpoint, if not that of ``tensor``.
-        place: equal for tensors whose values are the same, and so are read only once.
-        is_kept: whether it keeps its own floating-point dtype, whatever dtype the model is built in.
+    ``place`` is equal for tensors of the same values, which are read once. ``is_kept`` tells whether it
+    keeps its floating-point dtype, whatever dtype the model is built in.
     """
 
     name: str
@@ -128,20 +119,17 @@ def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Des
 
 def _described(model: torch.nn.Module, usual: torch.dtype | None = None) -> dict[str, Described]:
     """Return the tensors of a model; those of another floating-point dtype than ``usual`` are kept."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    persistent = model.state_dict(keep_vars=True)
-    tensors = dict(persistent)
+    kinds: dict[str, Kind] = {}
+    kinds |= dict.fromkeys(dict(model.named_parameters(remove_duplicate=False)), "parameter")
+    tensors = model.state_dict(keep_vars=True)
     for name, (owner, leaf) in non_persistent_buffers(model):
-        tensors[name] = owner._buffers[leaf]
+        tensors[name], kinds[name] = owner._buffers[leaf], "non_persistent_buffer"
     firsts: dict[int, str] = {}
     described = {}
     for name, tensor in tensors.items():
-        kind: Kind = "persistent_buffer" if name in persistent else "non_persistent_buffer"
-        if name in parameters:
-            kind = "parameter"
+        kind, dtype = kinds.get(name, "persistent_buffer"), tensor.dtype
         first = firsts.setdefault(id(tensor), name)
         shared_with = None if first == name else first
-        dtype = tensor.dtype
         is_kept = usual is not None and dtype.is_floating_point and dtype != usual
         described[name] = Described(name, tensor.detach(), kind, shared_with, dtype, first, is_kept)
     return described
@@ -252,11 +240,10 @@ def index(
     permit: Permit = lambda _to_write, _to_read: None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
+    """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint into ``fmt``, if
+    it has another format, or the selected tensors are not all that it holds.
 
-    Tensors are read piece by piece, but a Hugging Face folder is loaded in ``dtype`` by its own library. The
-    checkpoint is converted if its format is not ``fmt``, it holds objects other than tensors, or
-    ``selection`` is not ``WHOLE``.
+    Tensors are read piece by piece, but a Hugging Face folder is loaded in ``dtype`` by its own library.
     """
     formats.known(fmt)
     map_large_tensors()
@@ -293,10 +280,8 @@ def _index_folder(
     permit: Permit,
     progress: Progress | None,
 ) -> Manifest:
-    """Write the manifest of a Hugging Face folder: the tensors that its library loads in ``dtype``.
-
-    If the weights' format is not ``fmt``, write the state dict, too: in the widest dtype of the files, or
-    in float32 for a GGUF file.
+    """Write the manifest of what a folder's library loads in ``dtype``; and, if the weights' format is not
+    ``fmt``, the state dict in the widest dtype of the files, or in float32 for a GGUF file.
     """
     slices = formats.read(checkpoint)
     is_gguf, in_place, quantised = slices.format == gguf.NAME, slices.format == fmt, of_model(spec)
@@ -353,10 +338,7 @@ def loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.Mo
 
 
 def _buffer_sums(spec: ModelSpec, described: Mapping[str, Described]) -> Sums:
-    """Return the checksums of non-persistent buffers after a load, by name and dtype.
-
-    Only the constructor computes their values, so that the whole model is constructed for each dtype.
-    """
+    """Return the checksums of non-persistent buffers, which the constructor alone computes, by dtype."""
     sums: Sums = {}
     for wanted in () if all(one.is_stored for one in described.values()) else CELL_DTYPES:
         build, dtype = resolve_builder(spec.builder), getattr(torch, wanted)
@@ -403,9 +385,8 @@ def _check_fits(
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a parameter's values, from a normal distribution with standard deviation 0.02 and mean 0, or 1 for
-    the scales of normalisation layers; uint8 is uniform, and other integers are 0.
-
-    Every piece has its own random generator. The next piece may overwrite the previous one.
+    the scales of normalisation layers; uint8 is uniform, and other integers are 0. The next piece may
+    overwrite the previous one.
     """
     numel, dtype = tensor.numel(), tensor.dtype
     are_bytes = dtype == torch.uint8  # such as the blocks of a quantised matrix
