@@ -20,16 +20,9 @@ from weighin.checkpoint import staging
 from weighin.checkpoint.child import Report, run_child
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
-from weighin.stream import formats, sentence_parts
+from weighin.stream import formats, pretrained_folder, sentence_parts
 from weighin.stream import gguf_files as gguf
 from weighin.stream.folders import MAX_SHARD_BYTES
-from weighin.stream.pretrained_folder import (
-    folder_of,
-    from_pretrained_arguments,
-    is_pretrained,
-    read_folder,
-    variant_of,
-)
 from weighin.stream.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
 from weighin.stream.quantised import in_checkpoint
 from weighin.stream.slices import Plans, Progress, Slice, TensorPlan, check_converts
@@ -212,26 +205,28 @@ class Conversion:
         from weighin.checkpoint.checksum import pieces_of
         from weighin.stream.hugging_face import load_pretrained
 
-        folder, choice = folder_of(self.source), self.choice
+        folder, choice = pretrained_folder.folder_of(self.source), self.choice
         dtype = getattr(torch, self.dtype) if self.dtype else None
         model_class = choice.model_class
         if formats.detect(self.source) == gguf.NAME:
             folder = gguf.file_of(self.source)
-        elif not is_pretrained(folder):
+        elif not pretrained_folder.is_pretrained(folder):
             raise ConfigError(
                 f"--keys model needs the model's class, and {folder} has no config.json",
                 "name a folder that save_pretrained wrote, or leave --keys out",
             )
         else:
             if folder != self.source:
-                from_pretrained_arguments(self.source)  # raises if another file would be read
+                # raises if another file would be read
+                pretrained_folder.from_pretrained_arguments(self.source)
             if not model_class and sentence_parts.has_more_parts(folder):
-                model_class = read_folder(folder, choice).wanted  # the transformer alone
+                # the transformer alone
+                model_class = pretrained_folder.read_folder(folder, choice).wanted
         state = load_pretrained(
             folder,
             dtype=dtype or "auto",
             trust_remote_code=choice.trust_remote_code,
-            variant=variant_of(self.source),
+            variant=pretrained_folder.variant_of(self.source),
             model_class=model_class,
             key=self.selection.key,
             strip_prefix=self.selection.strip_prefix,

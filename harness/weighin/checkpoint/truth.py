@@ -28,21 +28,9 @@ from weighin.checkpoint.manifest import Kind, Manifest, TensorEntry
 from weighin.checkpoint.reader import RECORD_BYTES, checksum_of, read_pieces, widest_dtype
 from weighin.errors import CheckpointError, ConfigError
 from weighin.models.pretrained import written_after_load
-from weighin.stream import formats
+from weighin.stream import construct, formats, pretrained_folder
 from weighin.stream import gguf_files as gguf
-from weighin.stream.construct import (
-    build_skeleton,
-    constructed_buffers,
-    map_large_tensors,
-    resolve_builder,
-)
 from weighin.stream.foreign import NOT_MEASURED, lacks, misfit, selecting
-from weighin.stream.pretrained_folder import (
-    BUILDER,
-    is_pretrained_checkpoint,
-    own_dtype,
-    refuse_part,
-)
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of, module_of
 from weighin.stream.quantised import of_model, refuse_codes
 from weighin.stream.slices import Progress, Slice, TensorPlan, check_converts, dtype_name
@@ -93,9 +81,9 @@ def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Des
     """Return a model's tensors by name, built in ``dtype`` (by default that of its published files, or
     float32): its state dict, then non-persistent buffers.
     """
-    builder, dtype = spec.builder, dtype or getattr(torch, own_dtype(spec))
-    build = resolve_builder(builder)
-    model = build_skeleton(build, spec.kwargs, dtype=dtype)
+    builder, dtype = spec.builder, dtype or getattr(torch, pretrained_folder.own_dtype(spec))
+    build = construct.resolve_builder(builder)
+    model = construct.build_skeleton(build, spec.kwargs, dtype=dtype)
     own = named_tensors(model)
     if lazy := [name for name, each in own.items() if torch.nn.parameter.is_lazy(each)]:
         raise ConfigError(
@@ -214,7 +202,7 @@ def make(
     The tensors have the dtype of the model's published files, or float32.
     """
     formats.suffix_of(fmt)  # raises for a format that is not written
-    map_large_tensors()
+    construct.map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     described = describe(spec)
     tensors = plans(described)
@@ -246,9 +234,9 @@ def index(
     Tensors are read piece by piece, but a Hugging Face folder is loaded in ``dtype`` by its own library.
     """
     formats.known(fmt)
-    map_large_tensors()
-    if library_of(spec.builder) and is_pretrained_checkpoint(checkpoint):
-        refuse_part(checkpoint, selection)
+    construct.map_large_tensors()
+    if library_of(spec.builder) and pretrained_folder.is_pretrained_checkpoint(checkpoint):
+        pretrained_folder.refuse_part(checkpoint, selection)
         return _index_folder(spec, checkpoint, fmt, folder, dtype, permit, progress)
     torch.set_num_threads(1)  # the readers run in several threads of their own
     slices = formats.read(checkpoint, selection)
@@ -311,7 +299,7 @@ def _index_folder(
         kind, known = dtype_name(one.dtype), sums.pop(name, {})
         described[name] = replace(one, is_kept=True)  # its checksum is of this dtype alone
         sums |= {name: {kind: known[kind]}} if kind in known else {}
-    if in_place and spec.builder == BUILDER and not quantised:
+    if in_place and spec.builder == pretrained_folder.BUILDER and not quantised:
         places = {where.name: where for where in slices}
         for name in written_after_load(model) & places.keys() & described.keys():
             one = described[name]
@@ -341,8 +329,8 @@ def _buffer_sums(spec: ModelSpec, described: Mapping[str, Described]) -> Sums:
     """Return the checksums of non-persistent buffers, which the constructor alone computes, by dtype."""
     sums: Sums = {}
     for wanted in () if all(one.is_stored for one in described.values()) else CELL_DTYPES:
-        build, dtype = resolve_builder(spec.builder), getattr(torch, wanted)
-        for name, value in constructed_buffers(build, spec.kwargs, dtype).items():
+        build, dtype = construct.resolve_builder(spec.builder), getattr(torch, wanted)
+        for name, value in construct.constructed_buffers(build, spec.kwargs, dtype).items():
             sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
     return sums
 

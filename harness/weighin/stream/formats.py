@@ -5,18 +5,14 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.stream import folders, gguf_files, safetensors_files, sentence_parts, torch_files, zero
-from weighin.stream.foreign import (
-    check_present,
-    first_bytes,
-    is_legacy,
-    is_safetensors,
-    is_zip,
-    named_step,
-    no_model,
-    once,
-    remembering,
-    unknown,
+from weighin.stream import (
+    folders,
+    foreign,
+    gguf_files,
+    safetensors_files,
+    sentence_parts,
+    torch_files,
+    zero,
 )
 from weighin.stream.pretrained_folder import find_weights, is_pretrained
 from weighin.stream.pretrained_library import WHOLE, Selection
@@ -74,7 +70,7 @@ def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | No
     return None if is_converted else name
 
 
-@remembering()
+@foreign.remembering()
 def detect(path: Path) -> str:
     """Return the name of the format of the checkpoint at ``path``, by file names and first bytes."""
     return _located(path)[0]
@@ -92,30 +88,30 @@ def _located(path: Path) -> tuple[str, Path]:
             name = gguf_files.NAME
         if not name and sentence_parts.matches(path):
             name = sentence_parts.NAME
-        step = named_step(path)
+        step = foreign.named_step(path)
         if not name and step and step[1].is_dir():
             return _located(step[1])
         if not name:
-            raise no_model(path)
+            raise foreign.no_model(path)
         return name, path
-    head = first_bytes(path)
+    head = foreign.first_bytes(path)
     kinds = {
         gguf_files.NAME: gguf_files.is_file(path),  # by its magic number, whatever its suffix
         _TENSORIZER: head.startswith(b"|TZR|"),
-        "pt": is_zip(head),
-        "pt_legacy": is_legacy(head),
-        "safetensors": is_safetensors(head) or (head and path.suffix == ".safetensors"),
+        "pt": foreign.is_zip(head),
+        "pt_legacy": foreign.is_legacy(head),
+        "safetensors": foreign.is_safetensors(head) or (head and path.suffix == ".safetensors"),
     }
     name = next((name for name, fits in kinds.items() if fits), "") or folders.format_of(path)
     if not name:
-        raise unknown(path, check_present(path))
+        raise foreign.unknown(path, foreign.check_present(path))
     return name, path
 
 
-@remembering()
+@foreign.remembering()
 def read(path: Path, selection: Selection = WHOLE) -> Checkpoint:
     """Return the selected tensors; execute no code in the files, and read no file outside the folder."""
-    return once((path, selection), lambda: _read(path, selection))
+    return foreign.once((path, selection), lambda: _read(path, selection))
 
 
 def _read(path: Path, selection: Selection) -> Checkpoint:
@@ -174,7 +170,7 @@ def refuse_empty(path: Path, slices: Sequence[Slice]) -> None:
         raise all_empty(path)
 
 
-@remembering()
+@foreign.remembering()
 def files(path: Path) -> list[Path]:
     """Return every file that a load may read, in a stable order; raise as ``read`` does."""
     name, path = _located(path)

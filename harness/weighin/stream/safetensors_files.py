@@ -19,18 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.stream.foreign import (
-    AGAIN,
-    RESAVE,
-    SHARDS,
-    check_present,
-    is_safetensors,
-    no_duplicates,
-    read_start,
-    truncated,
-    unknown,
-    unreadable,
-)
+from weighin.stream import foreign
 from weighin.stream.slices import ITEM_BYTES, LARGEST, Checkpoint, Slice, is_sizes, row_major
 from weighin.text import short, shown
 
@@ -85,7 +74,7 @@ def read(path: Path) -> Checkpoint:
             raise _damaged(path, what)
         at, before = at + one.storage_bytes, f"tensor {shown(one.name)}"
         if at > file_bytes:
-            raise truncated(path, before, at, file_bytes)
+            raise foreign.truncated(path, before, at, file_bytes)
     if at != file_bytes:
         raise _damaged(path, f"{file_bytes - at:,} bytes after {before} belong to no tensor")
     parts = metadata.get(_PARTS)
@@ -116,30 +105,30 @@ def read(path: Path) -> Checkpoint:
 
 def _header(path: Path) -> tuple[bytes, int]:
     """Return the header's JSON text, and the size of the file."""
-    head = check_present(path)
+    head = foreign.check_present(path)
     length = int.from_bytes(head[:8], "little")
     try:
-        file_bytes, text = path.stat().st_size, read_start(path)[8:]
+        file_bytes, text = path.stat().st_size, foreign.read_start(path)[8:]
         if file_bytes < 10:  # the header's length, and {}
             least = f"{file_bytes} bytes, but a safetensors file has 10 or more"
-            raise CheckpointError(f"{path}: truncated: {least}", AGAIN)
-        if not is_safetensors(head):
-            raise unknown(path, head)
+            raise CheckpointError(f"{path}: truncated: {least}", foreign.AGAIN)
+        if not foreign.is_safetensors(head):
+            raise foreign.unknown(path, head)
         if 8 + length > file_bytes:
-            raise truncated(path, "the header", 8 + length, file_bytes)
+            raise foreign.truncated(path, "the header", 8 + length, file_bytes)
         if len(text) < length <= _MOST_TEXT_BYTES:
             with path.open("rb") as file:
                 file.seek(8)
                 text = file.read(length)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise foreign.unreadable(path, error) from error
     if (
         length > _MOST_TEXT_BYTES
         or text.count(b"[") + text.count(b"{") > _MOST_BRACKETS
         or text.count(b",") + text.count(b":") > _MOST_ITEMS
     ):
         what = "its header lists more than weighin reads in one file"
-        raise CheckpointError(f"{path}: {what}", SHARDS)
+        raise CheckpointError(f"{path}: {what}", foreign.SHARDS)
     return text[:length], file_bytes
 
 
@@ -151,7 +140,7 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     """
 
     def fields(pairs: list[tuple[str, Any]]) -> Any:
-        found = no_duplicates(pairs)
+        found = foreign.no_duplicates(pairs)
         dtype, shape, offsets = (found.get(key) for key in ("dtype", "shape", "data_offsets"))
         if isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list):
             return dtype, tuple(shape), tuple(offsets)
@@ -198,4 +187,4 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Slice:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}", RESAVE)
+    return CheckpointError(f"{path}: {what}", foreign.RESAVE)

@@ -25,23 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
-from weighin.stream import pickles
-from weighin.stream.foreign import (
-    AGAIN,
-    RESAVE,
-    SHARDS,
-    check_present,
-    damaged,
-    is_legacy,
-    is_zip,
-    map_late,
-    other_zip,
-    resaving,
-    select_key,
-    truncated,
-    unknown,
-    unreadable,
-)
+from weighin.stream import foreign, pickles
 from weighin.stream.pickles import Opaque, type_name
 from weighin.stream.slices import Checkpoint, Slice
 from weighin.text import first_names, plain, shown
@@ -86,7 +70,7 @@ class TorchFile:
         start, size = self.places.get(tensor.name, (0, 0))
         if tensor.storage_bytes != size:  # torch.load refuses a longer record, too
             what = f"has {tensor.storage_bytes:,} bytes, but its record in the file has {size:,}"
-            raise damaged(self.path, f"the storage of {shown(name)} {what}")
+            raise foreign.damaged(self.path, f"the storage of {shown(name)} {what}")
         offset, dtype = start + tensor.offset, tensor.dtype_name
         return Slice(name, tensor.shape, tensor.stride, dtype, self.path, offset, start, size)
 
@@ -137,7 +121,7 @@ def read(path: Path, key: str = "") -> Checkpoint:
     and the keys and sizes of the largest state dicts.
     """
     found = open_file(path).checkpoint(key)
-    found.format = "pt_legacy" if is_legacy(check_present(path)) else "pt"
+    found.format = "pt_legacy" if foreign.is_legacy(foreign.check_present(path)) else "pt"
     return found
 
 
@@ -149,24 +133,24 @@ def read_one(path: Path, name: str, base: int = 0, length: int | None = None) ->
         return file.slice(name, value)
     if isinstance(value, Opaque) and (value.is_tensor or value.is_foreign):
         raise _no_tensor(path, name, value)
-    raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", RESAVE)
+    raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", foreign.RESAVE)
 
 
 def open_file(path: Path, base: int = 0, length: int | None = None) -> TorchFile:
     """Return the pickled value of a file of ``torch.save``, or of the archive of ``length`` bytes that
     begins at the byte ``base`` of a file, and its storages' places.
     """
-    head = check_present(path) if length is None else b"PK"
-    if not is_legacy(head) and not is_zip(head):
-        raise unknown(path, head)
+    head = foreign.check_present(path) if length is None else b"PK"
+    if not foreign.is_legacy(head) and not foreign.is_zip(head):
+        raise foreign.unknown(path, head)
     try:
         with path.open("rb") as file:
-            if is_legacy(head):
+            if foreign.is_legacy(head):
                 return _open_legacy(path, file)
             size = os.fstat(file.fileno()).st_size if length is None else length
             return _open_archive(_Window(path, file.fileno(), base, size))
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise foreign.unreadable(path, error) from error
 
 
 # Zip archives
@@ -201,7 +185,7 @@ class _Window:
     def bytes_at(self, at: int, size: int, most: int) -> bytes:
         if size > most:
             what = f"the directory or pickle has {size:,} bytes, more than the {most:,} that weighin reads"
-            raise CheckpointError(f"{self.path}: {what}", SHARDS)
+            raise CheckpointError(f"{self.path}: {what}", foreign.SHARDS)
         inside = max(0, min(size, self.length - at)) if at >= 0 else 0
         return os.pread(self.descriptor, inside, self.base + at) if inside else b""
 
@@ -211,7 +195,7 @@ def _open_archive(window: _Window) -> TorchFile:
     texts = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(texts) != 1:
         what = f"the archive holds {len(texts)} files data.pkl, but a checkpoint of torch has one"
-        raise CheckpointError(f"{path}: {what}", RESAVE)
+        raise CheckpointError(f"{path}: {what}", foreign.RESAVE)
     root = texts[0].removesuffix("data.pkl")
     order = records.get(f"{root}byteorder")
     if order and window.bytes_at(*order, pickles.MOST_BYTES) != b"little":
@@ -235,10 +219,10 @@ def _records(window: _Window) -> dict[str, Record]:
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:  # fmt: skip
         if "not a zip file" in str(error):
             what = "truncated: the zip archive has no end record"
-            raise CheckpointError(f"{path}: {what}", AGAIN) from None
-        raise damaged(path, f"{error}") from None
+            raise CheckpointError(f"{path}: {what}", foreign.AGAIN) from None
+        raise foreign.damaged(path, f"{error}") from None
     infos, end = archive.infolist(), archive.start_dir
-    if other := other_zip(path, [info.filename for info in infos]):
+    if other := foreign.other_zip(path, [info.filename for info in infos]):
         raise other
     for at in (info.header_offset for info in infos if 0 <= info.header_offset < end):
         # The disk may read all headers at the same time.
@@ -252,29 +236,31 @@ def _records(window: _Window) -> dict[str, Record]:
     folded: dict[bytes, str] = {}
     infos.sort(key=lambda info: info.header_offset)
     reached, before = 0, ""
-    for info, head in zip(infos, map_late(header, infos), strict=True):
+    for info, head in zip(infos, foreign.map_late(header, infos), strict=True):
         name, shows = info.filename, f"record {shown(info.filename)}"
         if info.flag_bits & 1:
             way = "unpack it with its password, and pack the files again without one: zip -0 -r"
             raise CheckpointError(f"{path}: {shows} is encrypted", way)
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise CheckpointError(f"{path}: {shows} is compressed", resaving(path))
+            raise CheckpointError(f"{path}: {shows} is compressed", foreign.resaving(path))
         # Only ASCII's case, as torch.load ignores it.
         lower = name.encode("utf-8", "surrogatepass").lower()
         if (other_name := folded.setdefault(lower, name)) != name or name in records:
             what = f"{shows} and record {shown(other_name)} have one name for torch.load"
-            raise damaged(path, what)
+            raise foreign.damaged(path, what)
         lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         at = info.header_offset + _LOCAL_BYTES + lengths
         if not head.startswith(b"PK\3\4") or at + info.file_size > end:
             what = f"{shows} at byte {info.header_offset:,} lies outside the archive"
-            raise damaged(path, what)
+            raise foreign.damaged(path, what)
         if at < reached:
-            raise damaged(path, f"{shows} overlaps record {shown(before)}")
+            raise foreign.damaged(path, f"{shows} overlaps record {shown(before)}")
         records[name] = at, info.file_size
         reached, before = at + info.file_size, name
     if infos and infos[0].header_offset:
-        raise damaged(path, "something lies before the archive, where torch.load would read it")
+        raise foreign.damaged(
+            path, "something lies before the archive, where torch.load would read it"
+        )
     return records
 
 
@@ -285,24 +271,24 @@ def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
     magic, version, system = (pickles.load(path, file).value for _ in range(3))
     if (magic, version) != (MAGIC, VERSION):
         what = f"of another version than {VERSION}, which this weighin reads"
-        raise CheckpointError(f"{path}: {what}", resaving(path))
+        raise CheckpointError(f"{path}: {what}", foreign.resaving(path))
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise _big_endian(path)
     pickled = pickles.load(path, file)
     keys, storages = pickles.load(path, file).value, pickled.storages
     file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
     if not isinstance(keys, list) or {*map(type_name, keys)} - {"str"}:
-        raise damaged(path, "its list of storages is not a list of strings")
+        raise foreign.damaged(path, "its list of storages is not a list of strings")
     places: dict[str, Record] = {}
     # Of a list that does not match, no storage has a place: its first tensor is refused.
     for key in keys if sorted(keys) == sorted(storages) else ():
         name, end = f"storage {shown(key)}", at + 8 + storages[key].nbytes
         if end > file_bytes:
-            raise truncated(path, name, end, file_bytes)
+            raise foreign.truncated(path, name, end, file_bytes)
         numel = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
         if numel != storages[key].numel:
             what = f"has {numel:,} elements, but its tensors need {storages[key].numel:,}"
-            raise damaged(path, f"{name} at byte {at:,} {what}")
+            raise foreign.damaged(path, f"{name} at byte {at:,} {what}")
         places[key] = at + 8, end - at - 8
         at = end
     return TorchFile(path, pickled.value, pickled.refused, places)
@@ -312,7 +298,7 @@ def _big_endian(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path}: the file was written on a big-endian machine, and weighin does not read this order"
         " of bytes",
-        resaving(path),
+        foreign.resaving(path),
     )
 
 
@@ -428,7 +414,7 @@ def with_key(sizes: Mapping[str, int]) -> str:
     usual = (place for place in sizes if sizes[place] and len(place) <= _LONGEST_KEY)
     places = sorted(usual, key=lambda place: -sizes[place])[:3]
     ways = " or ".join(f"--key {one} ({format_bytes(sizes[one])})" for one in places)
-    return select_key(ways, places[0]) if places else ""
+    return foreign.select_key(ways, places[0]) if places else ""
 
 
 def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
