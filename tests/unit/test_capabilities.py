@@ -15,7 +15,6 @@ from weighin.probes.cgroup import Cgroup
 
 KILLS = Capability("kills for lack of memory", "yes", "exact: oom_kill in memory.events.local")
 REFAULTS = Capability("refaults", "yes", "exact: workingset_refault_file in memory.stat")
-SOFT = Capability("soft limit (ram_high)", "yes", "memory.high, with --isolation cgroup")
 
 
 def findings(folder: Path, kernel: str) -> list[Capability]:
@@ -28,7 +27,6 @@ def test_version_1(tmp_path: Path) -> None:
         Capability("cgroup peak", "yes", exact),
         Capability("kills for lack of memory", "yes", "exact: oom_kill in memory.oom_control"),
         REFAULTS,
-        Capability("soft limit (ram_high)", "partly", "cgroup v1 has no memory.high"),
     ]
 
 
@@ -46,7 +44,7 @@ def test_version_2_whose_mark_is_the_whole_cells(
 def test_version_2_without_a_mark(tmp_path: Path) -> None:
     missing = "missing: memory.peak needs Linux 5.19; only samples are available"
     peak = Capability("cgroup peak", "no", missing)
-    assert findings(tmp_path, "v2-5.10") == [peak, KILLS, REFAULTS, SOFT]
+    assert findings(tmp_path, "v2-5.10") == [peak, KILLS, REFAULTS]
 
 
 def test_the_doctor_imports_no_torch() -> None:

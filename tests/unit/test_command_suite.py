@@ -11,7 +11,7 @@ from weighin.plan.task import Run
 from weighin.records import run_folder
 from weighin.settings.definition import COMMANDS, MODELS, Settings, read_suite
 
-KEYS = f"known keys: {', '.join(Settings.keys(COMMANDS))}"
+KEYS = f"known: {', '.join(sorted(Settings.keys(COMMANDS)))}"
 TWO = """
 commands:
   - {name: first, command: "sh -c 'echo a b'", cold: cold.bin, marks: [a]}

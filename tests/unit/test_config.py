@@ -8,24 +8,21 @@ import pytest
 import yaml
 from snapshots import Compare
 
-from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.settings.definition import (
     COMMANDS,
     DEFAULT_SAVING,
     DEFAULT_STRATEGIES,
     check_suite,
-    read_model,
     read_suite,
 )
-from weighin.suite.registry import data_folder, model, read_strategy
+from weighin.suite.registry import data_folder, model, read_model, read_strategy
 from weighin.units import GIB, MIB
 
 CONFIGS = data_folder("configs")
 WRONG = Path(__file__).with_name("snapshots") / "wrong_settings.txt"
 """What is wrong, and what is said of it. Add a line ``$ KIND YAML``, and ``pytest --rewrite`` writes the answer."""
 READERS = {
-    "model": read_model,
     "suite": read_suite,
     "commands": partial(read_suite, kind=COMMANDS),
     "strategy": read_strategy,
@@ -64,15 +61,6 @@ def test_each_suite_of_ours_loads() -> None:
                 model(name)
 
 
-def test_a_model(tmp_path: Path) -> None:
-    path = written(tmp_path, "{name: n, builder: 'a.b:c', kwargs: {x: 1}, description: d}")
-    assert read_model(path) == ModelSpec("n", "a.b:c", {"x": 1})
-
-
-def test_a_model_without_arguments(tmp_path: Path) -> None:
-    assert read_model(written(tmp_path, "name: n\nbuilder: a:b")).kwargs == {}
-
-
 def test_what_is_wrong_is_named_with_its_key_and_the_way_out(tmp_path: Path, same: Compare) -> None:
     cases = [line for line in WRONG.read_text().splitlines() if line.startswith("$ ")]
     assert len(cases) > 50
@@ -85,7 +73,7 @@ def test_what_is_wrong_is_named_with_its_key_and_the_way_out(tmp_path: Path, sam
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    assert complaint(read_model, tmp_path / "x.yaml") == (
+    assert complaint(read_suite, tmp_path / "x.yaml") == (
         "cannot read FILE: No such file or directory"
     )
 

@@ -257,7 +257,7 @@ def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:
     with pytest.raises(NoNodeLeft) as caught:
         run(tmp_path, Crew(measured, SMALL, replace(SMALL, id="t", name="tiny", ram_bytes=GIB)), cells(7 * GIB))  # fmt: skip
     assert str(caught.value) == (
-        "1 cell cannot run: small has 6.000 GiB free, less than --ram 7GiB; tiny has 1.000 GiB,"
+        "1 cell cannot run: --ram 7GiB is more than tiny has (1.000 GiB); small has 6.000 GiB free,"
         " less than --ram 7GiB\nfree memory on a node, or add a node"
     )
 

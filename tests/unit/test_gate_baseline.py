@@ -135,7 +135,7 @@ def test_the_rules_of_a_yaml_file_are_read_and_stay_in_the_json_that_replaces_it
         (
             '{"schema": 1, "budget": []}',
             ConfigError,
-            "{path}: budget: unknown key\ndid you mean 'budgets'? known keys: schema, metrics, budgets, expect, environment, measured",
+            "{path}: budget: unknown key\ndid you mean 'budgets'? known: budgets, environment, expect, measured, metrics, schema",
         ),
         (
             "schema: 1\nmetrics: {peak_rs: off}\n",

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from nightly import nightly
 from safetensors.torch import save_file
 
+from weighin.cli import _options
 from weighin.cli import recommend as verb
 from weighin.cli.app import app
 from weighin.plan.task import Planned
@@ -76,7 +77,7 @@ def _of(one: Planned) -> Prediction:
 def advices(*words: str) -> Iterator[tuple[str, Advice]]:
     """Yield the answer to ``weighin recommend WORDS`` in which each strategy in turn is the best."""
     context = verb.recommend.make_context("recommend", [*words], **app.context_settings)
-    question = verb.question_of(context)
+    question = verb.question_of(context, _options.read(context, {"uses": ["none"]}))
     known = gather(question, lambda _: None)
     for planned, prediction in zip(known.planned, known.predictions, strict=True):
         one = replace(known, planned=(planned,), predictions=(prediction,))

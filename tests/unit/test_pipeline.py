@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from weighin.cli.app import app
 from weighin.errors import CheckpointError
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.predict.tables import ONE_AFTER_THE_OTHER, TOGETHER, combined, strategies_for
+from weighin.settings.definition import Settings
 from weighin.stream import pipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -151,16 +151,14 @@ def test_the_strategies_of_a_file_are_those_of_each_parts_library_too(
 ) -> None:
     asked = dict[str, list[str]]()
 
-    def predictions(
-        _: object, part: str = "", __: str = "", strategies: Sequence[str] = ()
-    ) -> list[Prediction]:
-        asked[part] = list(strategies)
+    def predictions(_: object, settings: Settings, prefix: str = "") -> list[Prediction]:
+        asked[prefix] = [each.name for each in settings.strategies]
         return [predicted("baseline", 1, 1, 1)]
 
     monkeypatch.setattr("weighin.cli.predict._predictions", predictions)
     monkeypatch.chdir(folder.parent)
     Path("pyproject.toml").write_text(f"[tool.weighin]\nmodel = {model}\nstrategies = {names}\n")
     run("predict")
-    assert asked == {"unet": ["diffusers", "streaming"], "vae": ["diffusers", "streaming"]}
+    assert asked == {"unet, ": ["diffusers", "streaming"], "vae, ": ["diffusers", "streaming"]}
     run("predict", "pipe line", "--strategies", "streaming")
-    assert asked == {"unet": ["streaming"], "vae": ["streaming"]}
+    assert asked == {"unet, ": ["streaming"], "vae, ": ["streaming"]}

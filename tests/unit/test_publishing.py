@@ -133,7 +133,7 @@ def test_each_command_plans_the_cells_that_were_published(
 
     monkeypatch.setattr(select, "choose", lambda name, **_: (ProcessIsolation(), ""))
     monkeypatch.setattr(runner, "run", stop)
-    monkeypatch.setattr("weighin.plan.task.check_ram", lambda *_: None)
+    monkeypatch.setattr("weighin.plan.task.check_machines", lambda *_: None)
     gpu = gpu_memory.Gpu("NVIDIA H200", 139 * GIB)
     monkeypatch.setattr(gpu_memory, "look", lambda: gpu_memory.GpuAnswer((gpu,)))
     monkeypatch.chdir(ROOT)

@@ -8,27 +8,26 @@ from typing import Any
 import pytest
 
 from weighin.errors import ConfigError
-from weighin.plan.start import check_patterns as check
 from weighin.run.output import answers
-from weighin.settings.definition import Settings
+from weighin.settings.definition import check_suite
 
 
 @pytest.mark.parametrize(
     "how", [{}, {"ready": "started"}, {"ready_url": "http://127.0.0.1:8000/health"}]
 )
 def test_a_server_that_can_be_waited_for(how: dict[str, str]) -> None:
-    check(Settings().model_copy(update=how))
+    assert check_suite(how)
 
 
 @pytest.mark.parametrize("url", ["https://localhost/", "http:///health", "localhost:8000", "x"])
 def test_an_address_that_is_not_of_http_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not an HTTP address"):
-        check(Settings(ready_url=url))
+        check_suite({"ready_url": url})
 
 
 def test_two_ways_to_tell_that_a_server_is_ready_are_one_too_many() -> None:
-    with pytest.raises(ConfigError, match="each decides when the server is ready"):
-        check(Settings(ready="started", ready_url="http://localhost/"))
+    with pytest.raises(ConfigError, match="--ready-url: it cannot be combined with --ready"):
+        check_suite({"ready": "started", "ready_url": "http://localhost/"})
 
 
 class Server:

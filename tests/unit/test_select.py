@@ -1,7 +1,6 @@
 """Which isolation is taken, and what is said about it, whatever this machine has."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -223,28 +222,3 @@ def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.Monk
     assert str(caught.value) == (
         "this system has no /proc/PID/clear_refs, without which weighin cannot measure peaks\nrun on Linux"
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "hierarchy", "here"),
-    [
-        ("docker", (2, Path("/c")), "--isolation docker and cgroup v2"),
-        ("cgroup", (1, Path("/c")), "--isolation cgroup and cgroup v1"),
-        ("process", None, "--isolation process and no memory controller"),
-    ],
-)
-def test_a_soft_limit_that_cannot_be_set_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, hierarchy: tuple[int, Path] | None, here: str
-) -> None:
-    monkeypatch.setattr(select, "memory_hierarchy", lambda: hierarchy)
-    with pytest.raises(IsolationUnavailable) as caught:
-        select.check_soft_limit(KINDS[name]())
-    assert str(caught.value) == (
-        f"a soft limit (ram_high) needs --isolation cgroup on cgroup v2, but this run has {here}\n"
-        "leave out ram_high, or use a machine with cgroup v2 and --isolation cgroup"
-    )
-
-
-def test_a_soft_limit_of_a_version_2_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "memory_hierarchy", lambda: (2, Path("/c")))
-    select.check_soft_limit(CgroupIsolation())

@@ -33,7 +33,6 @@ UNUSUAL: dict[str, Any] = {
     "strategies": [{"name": "streaming", "options": {"threads": 2}}],
     "ram": ["8g", "none"],
     "vram": ["4g"],
-    "ram_high": "2g",
     "device": "cuda:1",
     "isolation": "cgroup",
     "image": "image:1",
@@ -63,7 +62,6 @@ UNUSUAL: dict[str, Any] = {
     "mounts": ["/a", "/b"],
     "cwd": "/work",
     "ready": "up",
-    "ready_url": "http://localhost/",
     "grace_s": 3.0,
     "within": 0.05,
     "aim": "survives",
@@ -74,7 +72,12 @@ UNUSUAL: dict[str, Any] = {
     "use_paths": {"mine": "/use.py"},
     "python_path": ["/my", "/other"],
 }
-SLOW = {"models": ["gpt2-xl"], "disk": ["200MB/s", "none"], "disk_latency": ["5ms"]}
+SLOW = {
+    "ready_url": "http://localhost/",
+    "models": ["gpt2-xl"],
+    "disk": ["200MB/s", "none"],
+    "disk_latency": ["5ms"],
+}
 SAVE = {"models": ["gpt2-xl"], "operation": "save"}
 
 

@@ -49,9 +49,9 @@ def test_a_use_is_in_the_name_of_its_series_and_forward_passes_keep_theirs() -> 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"passes": 0}, "--set passes: 0 forward passes mean no use of the model\nwrite --use none (in a suite, uses: none)"),
+        ({"passes": 0}, "--set passes: input should be greater than or equal to 1, got 0"),
         ({"passes": 2, "uses": "write"}, "--use: passes applies to the use forward, which is not among the uses\nleave passes out"),
-        ({"operation": "save", "uses": "write"}, "--use: it has no effect with operation save\nleave uses out"),
+        ({"operation": "save", "uses": "write"}, "--use: it has no effect with operation save\nleave it out"),
         ({"uses": []}, "--use: empty\nwrite at least one value, or leave the key out"),
     ],
 )  # fmt: skip

@@ -6,7 +6,6 @@ own defaults, ``[tool.weighin]`` in pyproject.toml, the suite, and the command l
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from weighin.settings.definition import Settings
 
 DEFAULT_MODEL: Final = "gpt2-small"
-_OF_COMMAND: Final = "command."
 _NOTES_DEFAULT: Final = ("inspect", "predict", "recommend")
 
 
@@ -33,33 +31,29 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
     """
     from weighin.settings import definition
 
-    parts = (definition.Measure, definition.Load, definition.Model, definition.Command)
     found: list[click.Parameter] = []
-    for part in (*parts, definition.SuiteCommand):
-        for name, field in part.model_fields.items():
-            written, is_flag = definition.option_of(field), field.annotation is bool
-            if not written or verb not in written.verbs.split():
-                continue
-            shown, default = usual.get(name, ""), field.default
-            if isinstance(default, list):
-                shown = shown or ",".join("none" if one is None else str(one) for one in default)
-            elif isinstance(default, str | int | float) and not is_flag:
-                shown = shown or str(default)  # else the description says what holds
-            more = " Repeatable." if written.is_repeatable and name != "strategies" else ""
-            more += f" [default: {shown}]" if shown else ""
-            found.append(
-                Option(
-                    [*definition.names_of(name, written), name],
-                    written.group,
-                    f"{field.description}{more}",
-                    key=f"{_OF_COMMAND}{name}" if part is definition.SuiteCommand else name,
-                    default=None,
-                    is_flag=is_flag,
-                    multiple=written.is_repeatable,
-                    metavar=None if is_flag else written.metavar,
-                    shell_complete=_completed(name) if name in ("models", "strategies") else None,
-                )
+    for key, field, written in definition.options(verb):
+        name, is_flag = key.rpartition(".")[2], field.annotation is bool
+        shown, default = usual.get(name, ""), field.default
+        if isinstance(default, list):
+            shown = shown or ",".join("none" if one is None else str(one) for one in default)
+        elif isinstance(default, str | int | float) and not is_flag:
+            shown = shown or str(default)  # else the description says what holds
+        more = " Repeatable." if written.is_repeatable and name != "strategies" else ""
+        more += f" [default: {shown}]" if shown else ""
+        found.append(
+            Option(
+                [*definition.names_of(key, written), name],
+                written.group,
+                f"{field.description}{more}",
+                key=key,
+                default=None,
+                is_flag=is_flag,
+                multiple=written.is_repeatable,
+                metavar=None if is_flag else written.metavar,
+                shell_complete=_completed(name) if name in ("models", "strategies") else None,
             )
+        )
     text = "Set any other key of a suite: `weighin help suite` lists them. Repeatable."
     names = ["--set", "assigned"]
     return [*found, Option(names, WHAT, text, multiple=True, metavar="KEY=VALUE")]
@@ -149,76 +143,69 @@ def check(context: click.Context) -> None:
     refuse(context, ignored, reason, repair)
 
 
-def read(
-    context: click.Context,
-    *,
-    model: str = "",
-    strategies: Iterable[str] = (),
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-) -> "Settings":
+def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType({})) -> "Settings":
     """Return a verb's settings, of models or of the typed commands, from all four sources.
 
-    ``defaults`` are the verb's own where no suite is named. ``model`` and ``strategies`` stand in place
-    of the typed ones. Settings without an effect on the verb are refused where they are typed, and left
-    out where a suite or pyproject.toml has them for other verbs. A verb whose output does not name the
-    model notes on standard error if it takes the default model.
+    ``defaults`` are the verb's own where no suite is named. Settings without an effect on the verb are
+    refused where they are typed, and left out where a suite or pyproject.toml has them for other verbs.
+    A verb whose output does not name the model notes if it takes the default model.
 
     Raises:
         ConfigError: a key or a value is invalid, or it has no effect.
     """
     from weighin.settings import definition
 
-    verb, named = context.command.name or "", context.params.get("suite")
-    typed, of_command = _typed(context)
+    verb, suite = context.command.name or "", context.params.get("suite")
     is_of_commands = verb == "run" or context.params.get("command") is not None
     kind = definition.COMMANDS if is_of_commands else definition.MODELS
     used = definition.used_by(verb, kind)
     unused = definition.Settings.keys(kind).keys() - used
     of_file = {key: one for key, one in _pyproject.settings_of(context).items() if key in used}
-    start = {} if named else {**defaults}
+    start = {} if suite else {**defaults}
+    typed = _typed(context)
+    of_command = {key: typed.pop(key) for key in [*typed] if key.startswith("commands.")}
     if is_of_commands:
         reason = "weighin measures a command, and loads no model"
         refuse(context, ("model",), reason, "leave the model out, or -- and the command after it")
-        typed |= _commands(context, of_command)
+        own = {key.partition(".")[2]: value for key, value in of_command.items()}
+        typed |= _commands(context, own)
         if verb == "floor":  # a time-out of loads would end the command
             of_file.pop("timeout_s", None)
     else:
         reason = "weighin loads a model, and runs no command"
         repair = "add the command after --; for a variable of a load: --set environment.NAME=VALUE"
-        refuse(context, of_command, reason, repair)
-        if chosen := model or one_model(context):
-            typed["models"] = [chosen]
-        if not named:
+        refuse(context, [key.partition(".")[2] for key in of_command], reason, repair)
+        if model := one_model(context):
+            typed["models"] = [model]
+        if not suite:
             start["models"] = [DEFAULT_MODEL]
             if verb in _NOTES_DEFAULT and "models" not in {**typed, **of_file}:
                 _console.note(f"no model given: {DEFAULT_MODEL}")
-    if strategies:
-        typed["strategies"] = [*strategies]
     if without := [definition.typed_as(key, verb) for key in typed if key in unused]:
         repair = f"leave {without[0]} out"
         raise ConfigError(f"{without[0]}: it has no effect on weighin {verb}", repair)
-    sources: list[definition.Source] = [("", start)]
-    sources.append((partial(_pyproject.place_of, context), of_file))
-    if named:
+
+    def place(path: str) -> str:
+        key, dot, inner = path.partition(".")
+        return f"{of_file[key][0]}{dot}{inner}"
+
+    sources: list[tuple[definition.Place, Mapping[str, Any]]] = [("", start)]
+    sources.append((place, {key: value for key, (_, value) in of_file.items()}))
+    if suite:
         from weighin.suite.registry import suite_file
 
-        file = suite_file(named)
-        content = definition.read_suite_file(file, kind)
-        content = {key: value for key, value in content.items() if key not in unused}
-        sources.append((f"{file}: ", content))
-    sources.append((lambda key: definition.typed_as(key, verb), typed))
+        where, content = definition.read_suite_file(suite_file(suite), kind)
+        sources.append((where, {key: one for key, one in content.items() if key not in unused}))
+    sources.append((lambda path: definition.typed_as(path, verb), typed))
     return definition.merge(sources, kind)
 
 
 def _commands(context: click.Context, about: dict[str, Any]) -> dict[str, Any]:
     """Return the setting of the typed command; empty if a suite names the commands."""
     from weighin.plan.start import label_of
-    from weighin.settings.definition import SuiteCommand
 
     if words := [*context.params.get("command", ())]:
-        # Not validated: a typed command may set any variable, and have any name.
-        own = {"name": label_of(words)} | about
-        return {"commands": [SuiteCommand.model_construct(command=words, **own)]}
+        return {"commands": [{"name": label_of(words), "command": words, **about}]}
     if not context.params.get("suite"):
         raise ConfigError(
             "no command was given",
@@ -229,24 +216,24 @@ def _commands(context: click.Context, about: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _typed(context: click.Context) -> tuple[dict[str, Any], dict[str, Any]]:
+def _typed(context: click.Context) -> dict[str, Any]:
     """Return the typed settings, and what was said of the command, also in pyproject.toml."""
-    typed, of_command = assigned(context), dict[str, Any]()
+    typed = assigned(context)
     for each in context.command.params:
         key, name = getattr(each, "key", ""), str(each.name)
         value: Any = context.params.get(name)
+        is_of_command = "." in key and value
+        if not key or not (is_of_command or is_typed(context, name)):
+            continue
+        if key in typed:
+            raise ConfigError(
+                f"{each.opts[0]} and --set {name} set the same", "leave one of them out"
+            )
         if isinstance(each, click.Option) and each.multiple:
             is_pairs = "=" in (each.metavar or "")
             value = dict(pairs(each.opts[0], value)) if is_pairs else list(value)
-        if key.startswith(_OF_COMMAND) and value:
-            of_command[name] = value
-        elif key == name and is_typed(context, name):
-            if name in typed:
-                raise ConfigError(
-                    f"{each.opts[0]} and --set {name} set the same", "leave one of them out"
-                )
-            typed[name] = ",".join(value) if name == "strategies" else value
-    return typed, of_command
+        typed[key] = ",".join(value) if name == "strategies" else value
+    return typed
 
 
 def pairs(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -302,37 +289,25 @@ def one_model(context: click.Context) -> str:
     return argument or named
 
 
-def pipeline(context: click.Context, *others: str) -> tuple[Path, dict[str, Path]] | None:
-    """Return the folder of a diffusers pipeline that the user gave in place of a model, and the
-    folders of its parts by name.
+def pipeline(
+    context: click.Context, settings: "Settings", *others: str
+) -> tuple[Path, dict[str, Path]] | None:
+    """Return the folder of a diffusers pipeline that stands in place of a model, and the folders of its
+    parts by name; None for anything else, and for a pipeline without weights.
 
-    Return None for anything else, for a pipeline without weights, and for the models of a suite.
     The options in ``others`` and --use are refused, because they need one model.
     """
     from weighin.stream import pipeline as pipelines
     from weighin.stream.pretrained_folder import path_of
 
-    of_file = _pyproject.settings_of(context).get("models", "")
-    if isinstance(of_file, list) and len(of_file) == 1:
-        of_file = of_file[0]
-    name = one_model(context) or ("" if context.params.get("suite") else of_file)
-    if not isinstance(name, str) or not name:
+    path = path_of(Path(settings.models[0].source), settings.revision)
+    if len(settings.models) > 1 or not pipelines.is_pipeline(path):
         return None
-    path = path_of(Path(name), str(assigned(context).get("revision", "")))
-    if not pipelines.is_pipeline(path) or not (parts := pipelines.read(path).models):
+    if not (parts := pipelines.read(path).models):
         return None
     reason = "these options need one model, not a pipeline"
     refuse(context, ("uses", *others), reason, "leave them out, or give the folder of one part")
     return path, {part.name: part.path for part in parts}
-
-
-def strategies(context: click.Context) -> list[str]:
-    """Return the names of the strategies that the user typed, or else of those in pyproject.toml."""
-    texts: Any = context.params["strategies"]
-    if not texts and not context.params.get("suite"):
-        texts = _pyproject.settings_of(context).get("strategies", [])
-        texts = texts if isinstance(texts, list) else [texts]
-    return [name for text in texts if isinstance(text, str) for name in names(text)]
 
 
 def names(text: str) -> list[str]:

@@ -89,8 +89,6 @@ def line(result: Result) -> str:
 def _limits(cell: Cell) -> Iterator[str]:
     if cell.ram_limit_bytes is not None:
         yield format_exact(cell.ram_limit_bytes)
-    if cell.ram_high_bytes is not None:
-        yield f"slower above {format_exact(cell.ram_high_bytes)}"
     if cell.vram_limit_bytes is not None:
         yield f"{format_exact(cell.vram_limit_bytes)} of GPU"
     if cell.ranks > 1:

@@ -8,25 +8,19 @@ such as ``--trust`` and ``--yes`` are accepted only on the command line.
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from weighin.errors import ConfigError
+from weighin.errors import ConfigError, UnknownName
 
 TABLE: Final = "tool.weighin"
-FORMER: Final = {
-    "class": "model_class", "env": "environment", "grace": "grace_s", "label": "labels", "mount": "mounts",
-}  # fmt: skip
-"""Options of earlier versions whose setting has another name."""
 _SHARED_BY: Final = ("bench", "floor", "predict", "recommend")
 _ONLY_TYPED: Final = (
     "help", "json", "resume", "set", "trust", "trust-remote-code", "update", "version", "yes",
 )  # fmt: skip
-_SETTINGS: Final = f"{TABLE} settings"
-_PLACES: Final = f"{TABLE} places"
 
 
 def read(context: click.Context, verbs: Mapping[str, click.Command]) -> None:
@@ -43,45 +37,38 @@ def read(context: click.Context, verbs: Mapping[str, click.Command]) -> None:
     path, table = found
     known = {name: names for name, verb in verbs.items() if (names := _names(name, verb))}
     shared = {key for name in _SHARED_BY for key in known[name]}
-    common = {
-        key: value
-        for key, value in table.items()
-        if not isinstance(value, dict) or _normal(key) in shared
-    }
-    _check(common, shared, shared | known.keys(), f"{path}: {TABLE}")
-    _check(table.keys() - common.keys(), known, shared | known.keys(), f"{path}: {TABLE}")
-    settings, places, defaults = ({name: dict[str, Any]() for name in known} for _ in range(3))
-    for name, names in known.items():
-        own = {} if name in common else table.get(name, {})
-        _check(own, names, names, f"{path}: {TABLE}.{name}")
-        # A verb's own values come last, and override.
-        for place, content in ((TABLE, common), (f"{TABLE}.{name}", own)):
-            for key, value in content.items():
-                target = names.get(_normal(key))
-                if target is None or (content is common and name not in _SHARED_BY):
-                    continue
+    common, parts = dict[str, Any](), list[tuple[str, dict[str, Any], tuple[str, ...]]]()
+    for key, value in table.items():
+        if isinstance(value, dict) and key in known and _normal(key) not in shared:
+            parts.append((f"{path}: {TABLE}.{key}", value, (key,)))
+        else:
+            common[key] = value
+    settings = {name: dict[str, tuple[str, Any]]() for name in known}
+    defaults = {name: dict[str, Any]() for name in known}
+    # A verb's own values come last, and override.
+    for place, content, users in [(f"{path}: {TABLE}", common, _SHARED_BY), *parts]:
+        allowed = {key for name in users for key in known[name]}
+        for key, value in content.items():
+            where, normal = f"{place}.{key}", _normal(key)
+            if normal not in allowed:
+                raise _refused(where, normal, {*allowed, *(known if content is common else ())})
+            for name in users:
+                target = known[name].get(normal)
                 if isinstance(target, str):
-                    settings[name][target] = _located(value, target, path.parent)
-                    places[name][target] = f"{path}: {place}.{key}"
-                else:
-                    defaults[name][target.name or ""] = _default(
-                        target, value, path.parent, f"{path}: {place}.{key}"
-                    )
+                    located = _located(value, target, path.parent)
+                    settings[name][target] = where, located
+                elif target:
+                    default = _default(target, value, path.parent, where)
+                    defaults[name][target.name or ""] = default
     context.default_map = defaults
-    context.meta.update({_SETTINGS: settings, _PLACES: places})
+    context.meta[TABLE] = settings
 
 
-def settings_of(context: click.Context) -> dict[str, Any]:
-    """Return the settings that the file has for the verb of a context."""
-    found: dict[str, Any] = (
-        context.find_root().meta.get(_SETTINGS, {}).get(context.command.name, {})
-    )
+def settings_of(context: click.Context) -> dict[str, tuple[str, Any]]:
+    """Return the settings that the file has for the verb of a context: where each is, and its value."""
+    of_verbs = context.find_root().meta.get(TABLE, {})
+    found: dict[str, tuple[str, Any]] = of_verbs.get(context.command.name, {})
     return found
-
-
-def place_of(context: click.Context, key: str) -> str:
-    """Return the file, the table and the key in which a setting of the verb is written."""
-    return str(context.find_root().meta[_PLACES][context.command.name][key])
 
 
 def _nearest() -> tuple[Path, dict[str, Any]] | None:
@@ -100,8 +87,7 @@ def _nearest() -> tuple[Path, dict[str, Any]] | None:
         if not path.is_file() or path.stat().st_uid not in trusted:
             continue
         try:
-            text = path.read_text(encoding="utf-8")
-            if "weighin" not in text:
+            if "weighin" not in (text := path.read_text(encoding="utf-8")):
                 continue
             import tomllib  # imported here to save time, because most files have no weighin table
 
@@ -129,31 +115,18 @@ def _names(name: str, verb: click.Command) -> dict[str, str | click.Option]:
     for param in verb.params:
         if isinstance(param, click.Option):
             key = getattr(param, "key", "")
-            is_setting = key and not key.startswith("command.")
+            is_setting = key and "." not in key
             found[max(param.opts, key=len).lstrip("-")] = key if is_setting else param
     return {key: target for key, target in found.items() if key not in _ONLY_TYPED}
 
 
-def _check(
-    keys: Iterable[str], known: Collection[str], listed: Collection[str], table: str
-) -> None:
-    """Raise ConfigError if ``known`` lacks one of the keys; the error lists the keys in ``listed``."""
-    for key in keys:
-        place, normal = f"{table}.{key}", _normal(key)
-        if normal in known:
-            continue
-        if normal in _ONLY_TYPED and normal != "set":
-            raise ConfigError(
-                f"{place} cannot be set in pyproject.toml, because it gives a permission or a"
-                " confirmation",
-                f"give the option on the command line: --{normal}",
-            )
-        from difflib import get_close_matches  # here to save time: most files are right
-
-        near = get_close_matches(normal, sorted(listed), n=1)
-        near = [FORMER[normal]] if normal in FORMER else near
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"{place}: unknown key", f"{hint}known: {', '.join(sorted(listed))}")
+def _refused(place: str, key: str, known: set[str]) -> ConfigError:
+    if key in _ONLY_TYPED and key != "set":
+        return ConfigError(
+            f"{place} cannot be set in pyproject.toml, because it gives a permission or a confirmation",
+            f"give the option on the command line: --{key}",
+        )
+    return ConfigError(f"{place}: unknown key", UnknownName("key", key, known).repair)
 
 
 def _default(option: click.Option, value: object, folder: Path, place: str) -> object:
@@ -162,27 +135,28 @@ def _default(option: click.Option, value: object, folder: Path, place: str) -> o
         if not isinstance(value, bool):
             raise ConfigError(f"{place}: not true or false, but {value!r}", "write true or false")
         return value
-    is_path = isinstance(option.type, click.Path)
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         raise ConfigError(
             f"{place}: not a text, not a number, and not a list of texts or numbers",
             'write a value such as "8g", 3 or ["8g", "4g"]',
         )
-    texts = [_located(str(item), option.name or "", folder, is_path=is_path) for item in items]
+    name = "storage" if isinstance(option.type, click.Path) else option.name or ""
+    texts = [_located(str(item), name, folder) for item in items]
     return texts if option.multiple else ",".join(texts)
 
 
-def _located(value: Any, name: str, folder: Path, *, is_path: bool = False) -> Any:
+def _located(value: Any, name: str, folder: Path) -> Any:
     """Return a path of the file, or each of a list, relative to the current folder; another value as
     it is.
     """
     if isinstance(value, list):
-        return [_located(each, name, folder, is_path=is_path) for each in value]
+        return [_located(each, name, folder) for each in value]
     if not isinstance(value, str) or folder == Path():
         return value
     start = "from:" if name == "models" and value.startswith("from:") else ""
     text = value.removeprefix(start)
+    is_path = name in ("checkpoint", "storage", "mounts", "adapter")
     if name in ("strategies", "suite", "uses"):
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
     elif name == "models":
@@ -190,8 +164,6 @@ def _located(value: Any, name: str, folder: Path, *, is_path: bool = False) -> A
 
         is_path = bool(start) or ".py:" in text or looks_like_path(text)
         is_path = is_path or ("/" in text and (folder / text).exists())
-    elif name in ("checkpoint", "storage", "mounts", "adapter"):
-        is_path = True
     return start + os.path.relpath(folder / Path(text).expanduser()) if is_path else value
 
 

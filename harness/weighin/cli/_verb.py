@@ -12,7 +12,6 @@ from typing import Any, Final, cast
 
 import click
 
-from weighin.cli._pyproject import FORMER
 from weighin.errors import EXPLAINED, ConfigError
 
 WIDEST: Final = 100  # columns: longer lines are hard to read
@@ -171,8 +170,15 @@ class Verb(click.Command):
         try:
             left = super().parse_args(ctx, before)
         except click.NoSuchOption as error:
-            if "assigned" in names:
-                self._refuse_former(error.option_name)
+            from weighin.settings.definition import COMMANDS, MODELS, used_by
+
+            key, verb = error.option_name.lstrip("-").replace("-", "_"), str(self.name)
+            kinds = {"run": (COMMANDS,), "floor": (MODELS, COMMANDS)}.get(verb, (MODELS,))
+            if "assigned" in names and any(key in used_by(verb, kind) for kind in kinds):
+                raise ConfigError(
+                    f"weighin {verb} has no option {error.option_name}",
+                    f"set the key of a suite: --set {key}=VALUE",
+                ) from None
             raise
         if is_of_both:
             if ctx.params["command"]:
@@ -181,20 +187,6 @@ class Verb(click.Command):
             if rest:
                 ctx.set_parameter_source("command", click.core.ParameterSource.COMMANDLINE)
         return left
-
-    def _refuse_former(self, option: str) -> None:
-        """Raise ConfigError for an option that is a key of --set."""
-        from weighin.settings.definition import COMMANDS, MODELS, used_by
-
-        name = option.lstrip("-").replace("-", "_")
-        key, verb = FORMER.get(name, name), str(self.name)
-        kinds = {"run": (COMMANDS,), "floor": (MODELS, COMMANDS)}.get(verb, (MODELS,))
-        if any(key in used_by(verb, kind) for kind in kinds):
-            inner = {"environment": ".NAME", "labels": ".KEY"}.get(key, "")
-            raise ConfigError(
-                f"weighin {verb} has no option {option}",
-                f"set the key of a suite: --set {key}{inner}=VALUE",
-            )
 
 
 Body = Callable[[click.Context, dict[str, Any]], None]
@@ -216,21 +208,19 @@ def verb(*params: click.Parameter, name: str = "", **attributes: Any) -> Callabl
 
 
 class _Commands(Mapping[str, click.Command]):
-    """A mapping from names to verbs that imports a verb's module when the verb is looked up."""
+    """Verbs by name, each of which is imported when it is looked up."""
 
     def __init__(self, names: Sequence[str], load: Callable[[str], click.Command]) -> None:
-        self._names, self._load = names, cache(load)
+        self._verbs = dict.fromkeys(names, cache(load))
 
     def __getitem__(self, name: str) -> click.Command:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._load(name)
+        return self._verbs[name](name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._verbs)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._verbs)
 
 
 class Verbs(click.Group):

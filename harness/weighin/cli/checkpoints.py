@@ -17,6 +17,7 @@ from weighin.units import format_bytes
 
 if TYPE_CHECKING:
     from weighin.checkpoint.cache import CachedCheckpoint
+    from weighin.settings.definition import Settings
     from weighin.show.table import Table
 
 DECLINED_EXIT = 1
@@ -49,21 +50,21 @@ def inspect(context: click.Context, typed: dict[str, Any]) -> None:
     from weighin.checkpoint import inspect as inspecting
     from weighin.stream.foreign import remembering
 
-    if found := _options.pipeline(context, "all", "key"):
+    settings = _options.read(context)
+    if found := _options.pipeline(context, settings, "all", "key"):
         document = inspecting.inspect_pipeline(found[0])
         parts = inspecting.pipeline_tables(document, sort=typed["sort"])
     else:
         with remembering():  # the notes are of the headers that inspect reads
-            document = _inspected(context)
+            document = _inspected(settings)
         parts = inspecting.tables(document, sort=typed["sort"], show_all=typed["all"])
     _console.deliver(typed["json"], document, *parts, folds=False)
 
 
-def _inspected(context: click.Context) -> dict[str, Any]:
+def _inspected(settings: "Settings") -> dict[str, Any]:
     from weighin.checkpoint.inspect import inspect
     from weighin.suite import registry
 
-    settings = _options.read(context)
     name, choice, selection = settings.models[0].source, settings.choice, settings.selection
     if path := registry.path_of(name, settings.kwargs, choice.revision):
         weights = (

@@ -197,7 +197,7 @@ def new_settings(context: click.Context) -> "Settings":
     usual: dict[str, Any] = {"stacks": True} if verb == "run" else {}
     if verb == "floor" and not is_of_command:
         usual = {"uses": ["none"], "timeout_s": _FLOOR_TIMEOUT_S}
-    settings = _options.read(context, defaults=usual)
+    settings = _options.read(context, usual)
     update: dict[str, Any] = {}
     if verb == "floor":
         from weighin.records.floor import Aim

@@ -8,9 +8,8 @@ from weighin.cli import _console, _options
 from weighin.cli._verb import WHAT, parameters, verb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from weighin.predict.prediction import Prediction
+    from weighin.settings.definition import Settings
 
 
 @verb(
@@ -41,18 +40,24 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
     parts loaded together, and of all parts loaded one after the other.
     """
     from weighin.predict import tables
+    from weighin.settings.definition import SuiteModel, SuiteStrategy
     from weighin.suite.registry import library_at
 
-    if found := _options.pipeline(context):
+    settings = _options.read(context, {"uses": ["none"]})
+    if found := _options.pipeline(context, settings):
         path, folders = found
-        names = _options.strategies(context)
+        is_named = "strategies" in settings.model_fields_set
+        names = [each.name for each in settings.strategies] if is_named else []
         parts = {}
         for part, folder in folders.items():
             chosen = tables.strategies_for(names, library_at(folder))
-            parts[part] = _predictions(context, part, str(folder), chosen)
+            own: dict[str, Any] = {"models": [SuiteModel(name=str(folder))]}
+            if chosen:
+                own["strategies"] = [SuiteStrategy(name=name) for name in chosen]
+            parts[part] = _predictions(context, settings.model_copy(update=own), f"{part}, ")
         predictions = [each for of_part in parts.values() for each in of_part]
     else:
-        predictions = _predictions(context)
+        predictions = _predictions(context, settings)
     document = tables.as_json(predictions)
     shown = [*tables.tables(predictions, phases=typed["phases"])]
     if found:
@@ -66,9 +71,9 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
 
 
 def _predictions(
-    context: click.Context, part: str = "", model: str = "", strategies: "Sequence[str]" = ()
+    context: click.Context, settings: "Settings", prefix: str = ""
 ) -> "list[Prediction]":
-    """Return the predictions for the typed model, or for a part of a pipeline, which is ``model``."""
+    """Return the predictions for the settings' models; ``prefix`` stands before what is shown meanwhile."""
     from weighin.cell import FORWARD
     from weighin.errors import ConfigError, UnknownName
     from weighin.plan import loads
@@ -77,8 +82,7 @@ def _predictions(
     from weighin.stream import quantised
     from weighin.suite import chosen_models, registry
 
-    typed, usual = context.params, {"uses": ["none"]}
-    settings = _options.read(context, model=model, strategies=strategies, defaults=usual)
+    typed = context.params
     chosen = chosen_models.choose(settings)
     _console.note(*chosen.notes)
     for spec in chosen.specs:
@@ -103,7 +107,6 @@ def _predictions(
     )
     if (stored := typed["checkpoint_dtype"]) and stored not in DTYPES:
         raise UnknownName("dtype", stored, DTYPES)
-    prefix = f"{part}, " if part else ""
     with _console.working("importing torch") as show:
         return client.predict(
             planned,

@@ -11,6 +11,7 @@ from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from weighin.recommend.answer import Question
+    from weighin.settings.definition import Settings
 
 NOTHING_FITS_EXIT = 1
 
@@ -52,16 +53,23 @@ def recommend(context: click.Context, typed: dict[str, Any]) -> None:
     the other.
     """
     from weighin.recommend import answer
+    from weighin.settings.definition import SuiteModel
 
     best: object
-    if found := _options.pipeline(context):
+    settings = _options.read(context, {"uses": ["none"]})
+    if found := _options.pipeline(context, settings):
         path, folders = found
-        questions = {name: question_of(context, str(part)) for name, part in folders.items()}
+        questions = {
+            name: question_of(
+                context, settings.model_copy(update={"models": [SuiteModel(name=str(part))]})
+            )
+            for name, part in folders.items()
+        }
         with _console.working("starting") as show:
             whole = answer.advise_pipeline(path.resolve().name, questions, show)
         document, best, parts = whole.as_json(), whole.best, answer.pipeline_parts(whole)
     else:
-        question = question_of(context)
+        question = question_of(context, settings)
         with _console.working("starting") as show:
             advice = answer.advise(question, answer.gather(question, show))
         document, best = advice.as_json(), advice.best
@@ -71,15 +79,13 @@ def recommend(context: click.Context, typed: dict[str, Any]) -> None:
         context.exit(NOTHING_FITS_EXIT)
 
 
-def question_of(context: click.Context, model: str = "") -> "Question":
-    """Return what the user asks of the typed model, or of a part of a pipeline, which is ``model``."""
+def question_of(context: click.Context, settings: "Settings") -> "Question":
     from weighin.cell import NONE
     from weighin.recommend import answer
     from weighin.recommend.candidates import Limits
     from weighin.slow_disk import Pace
     from weighin.suite import chosen_models, registry
 
-    settings = _options.read(context, model=model, defaults={"uses": [NONE]})
     for key in ("ram", "vram", "disk", "disk_latency", "ranks", "uses"):
         if len(getattr(settings, key)) > 1:
             raise ConfigError(

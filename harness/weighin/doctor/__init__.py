@@ -222,9 +222,6 @@ def of_group(group: Cgroup) -> Iterator[Capability]:
     exact = "exact: workingset_refault_file in memory.stat"
     why = "missing: this counter needs Linux 5.9; only major page faults are available"
     yield _row("refaults", now.refaults is not None, exact, "partly", why)
-    soft, can_be_soft = "memory.high, with --isolation cgroup", group.file("soft").exists()
-    why = "cgroup v1 has no memory.high"
-    yield _row("soft limit (ram_high)", can_be_soft, soft, "partly", why)
 
 
 def _machine() -> Iterator[Capability]:

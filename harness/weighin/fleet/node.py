@@ -118,18 +118,14 @@ def main() -> int:
 
 
 def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
-    broken, no_soft_limit = dict.fromkeys(select.NAMES, ""), ""
+    broken = dict.fromkeys(select.NAMES, "")
     for name in broken:
         try:
             select.named(name).check()
         except HarnessError as error:
             broken[name] = f"{error.message} ({error.repair})"
-    try:
-        select.check_soft_limit(select.named("cgroup"))
-    except HarnessError as error:
-        no_soft_limit = error.message
     has = _memory("cgroup", gpu=assignment["gpu"])
-    driver.send("node", **has, isolations=broken, no_soft_limit=no_soft_limit)
+    driver.send("node", **has, isolations=broken)
 
 
 def _memory(isolation: str, *, gpu: bool) -> dict[str, Any]:

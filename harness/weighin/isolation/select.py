@@ -8,7 +8,7 @@ from weighin.cell import Cell
 from weighin.errors import ConfigError, IsolationUnavailable, UnknownName
 from weighin.isolation import cgroup
 from weighin.isolation.base import Isolation
-from weighin.probes.cgroup import limits_around, memory_hierarchy
+from weighin.probes.cgroup import limits_around
 from weighin.units import format_bytes, format_exact
 
 NAMES = ("docker", "cgroup", "process")
@@ -88,18 +88,6 @@ def choose(
         message = message or f"--isolation {name} cannot enforce a RAM limit"
     parts = [", or ".join(repairs), _WITHOUT_LIMIT if limited else ""]
     raise IsolationUnavailable(message, "; ".join(filter(None, parts)))
-
-
-def check_soft_limit(isolation: Isolation) -> None:
-    hierarchy = memory_hierarchy()
-    if isolation.name == "cgroup" and hierarchy and hierarchy[0] == 2:
-        return
-    here = f"cgroup v{hierarchy[0]}" if hierarchy else "no memory controller"
-    raise IsolationUnavailable(
-        "a soft limit (ram_high) needs --isolation cgroup on cgroup v2, but this run has"
-        f" --isolation {isolation.name} and {here}",
-        "leave out ram_high, or use a machine with cgroup v2 and --isolation cgroup",
-    )
 
 
 def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:

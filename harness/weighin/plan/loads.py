@@ -1,17 +1,17 @@
 """Plan a run of loads or saves: expand its settings into cells, in the order in which they run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from weighin.cell import FORWARD, NONE, TO_DEVICE, Cell, ModelSpec, Operation
-from weighin.errors import ConfigError, IsolationUnavailable
+from weighin.cell import FORK, FORWARD, NONE, TO_DEVICE, Cell, ModelSpec
+from weighin.errors import ConfigError, HarnessError
 from weighin.isolation.base import Isolation
 from weighin.isolation.visible import preloaded
-from weighin.plan.task import Node, Planned, check_gpu, choose
+from weighin.plan.task import Node, Planned, check_machines, choose
 from weighin.settings.definition import Settings
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
@@ -41,21 +41,22 @@ def plan(
     for name in settings.format:
         formats.known(name)  # raises for an unknown format before the isolation is tested
     isolation, note = choose(settings, nodes)
-    own = {"dtypes": chosen.dtypes, "own_formats": chosen.own_formats}
-    planned = cells_of(settings, models, strategies, isolation.name, **own)
-    try:
-        if any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
-            check_gpu("cuda", (None,), nodes)
-    except (ConfigError, IsolationUnavailable) as error:
-        no_gpu = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
-        planned = [
-            replace(each, skip=each.skip or no_gpu) if each.cell.use == TO_DEVICE else each
-            for each in planned
-        ]
-    _check_preloaded(settings.environment)
-    _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
-    planned = _without_refused(planned, checkpoint)
+    planned = cells_of(
+        settings,
+        models,
+        strategies,
+        isolation.name,
+        dtypes=chosen.dtypes,
+        own_formats=chosen.own_formats,
+    )
+    planned = [_of_this_run(each, checkpoint, chosen.selection, nodes) for each in planned]
     _check_any_runs(planned)
+    for name in (name for variables in settings.environment for name in preloaded(variables)):
+        if not (Path(name).is_absolute() and Path(name).is_file()):
+            raise ConfigError(  # for which the dynamic linker only prints a line
+                f"LD_PRELOAD: there is no file {name}",
+                "install the library, or write its whole path: `ldconfig -p` lists this machine's",
+            )
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
     mounts = (*map(Path, settings.mounts), *folders, *adapters)
@@ -132,7 +133,6 @@ def cells_of(
                 cache=settings.cache,
                 options=options,
                 passes=settings.passes if is_forward else 0,
-                ram_high_bytes=settings.ram_high,
                 repeat=repeat,
                 operation=settings.operation,
                 use="" if use in (FORWARD, NONE) else use,
@@ -146,99 +146,91 @@ def plan_cell(cell: Cell, info: StrategyInfo, own_format: str | None = None) -> 
     """Plan a cell, which is skipped if its strategy does not support its settings. ``own_format`` is that of the
     user's checkpoint.
     """
-    kind = cell.device.partition(":")[0]
-    to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
-    skip = f"{info.name} {missing}" if (missing := info.missing) else ""
-    if found := quantised.of_model(cell.model):
-        skip = _obstacle(found, info, cell.operation) or skip
-    if adapter_of(cell.model) and cell.operation == "load" and not info.merges:
-        skip = "the model has an adapter; only --strategies streaming,peft_merge merge it"
-    if info.needs_adapter and not adapter_of(cell.model):
-        skip = f"{info.name} needs an adapter to merge into the model: --adapter ADAPTER"
-    if kind not in info.devices:
-        skip = f"{info.name} does not {to} {kind}"
-    if info.pretrained and folder_library(cell.model) != info.pretrained:
-        skip = f"{info.name} loads {_FOLDERS[info.pretrained]} only"
-    if info.shares_load and cell.ranks == 1:
-        skip = f"{info.name} divides a load among several processes, so it needs --ranks 2 or more"
-    skip = registry.obstacle_of_use(cell) or skip
-    if cell.format == gguf.NAME and (
-        missing := registry.missing_packages(registry.OF_FORMAT[gguf.NAME])
-    ):
-        skip = f"{info.name} of a GGUF file {missing}"
+    return Planned(cell, info, next(_obstacles(cell, info, own_format), ""))
+
+
+def _obstacles(cell: Cell, info: StrategyInfo, own_format: str | None) -> Iterator[str]:
+    """Yield why a cell cannot be run, beginning with what nothing but another cell can change."""
+    kind, is_save = cell.device.partition(":")[0], cell.operation == "save"
     if cell.format not in info.formats:
-        skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
+        only = f"only {', '.join(info.formats)}"
         if cell.format == gguf.NAME:
-            skip += f"; to measure it with the dequantised weights: --format {info.formats[0]}"
+            only += f"; to measure it with the dequantised weights: --format {info.formats[0]}"
+        yield f"{info.name} does not {'write' if is_save else 'read'} {cell.format}, {only}"
+    if cell.format == gguf.NAME and (missing := registry.missing_packages(("gguf", "accelerate"))):
+        yield f"{info.name} of a GGUF file {missing}"  # transformers imports them
+    if cell.use and cell.ranks > 1:
+        yield f"weighin measures the use {cell.use} only in one process: --ranks 1"
+    if cell.use == TO_DEVICE and kind != "cpu":
+        yield "to-device moves a model from the CPU to the GPU, but the model is on the GPU already"
+    if cell.use == FORK and kind != "cpu":
+        yield "a forked process cannot use a model on the GPU"
+    if info.shares_load and cell.ranks == 1:
+        yield f"{info.name} divides a load among several processes, so it needs --ranks 2 or more"
+    if info.pretrained and folder_library(cell.model) != info.pretrained:
+        yield f"{info.name} loads {_FOLDERS[info.pretrained]} only"
+    if kind not in info.devices:
+        yield f"{info.name} does not {'save from' if is_save else 'load to'} {kind}"
+    yield from _obstacles_of_weights(cell, info)
+    if info.missing:
+        yield f"{info.name} {info.missing}"
     if info.pretrained and own_format and cell.format != own_format:
-        skip = skip or f"{info.name} loads only the folder's own files, of format {own_format}"
-    return Planned(cell, info, skip)
+        yield f"{info.name} loads only the folder's own files, of format {own_format}"
 
 
-def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operation) -> str:
-    if operation == "save":
-        return f"the weights are {found.summary}; weighin saves only weights that are not quantised"
-    if found.obstacle:
-        return f"the weights are {found.summary}; {found.obstacle}; {found.repair}"
-    if not info.loads(found):
-        able = "streaming and transformers" if found.dequantises else "transformers"
-        return f"the weights are {found.summary}; only {able} can load them"
-    return ""
+def _obstacles_of_weights(cell: Cell, info: StrategyInfo) -> Iterator[str]:
+    is_save, adapter = cell.operation == "save", adapter_of(cell.model)
+    if info.needs_adapter and not adapter:
+        yield f"{info.name} needs an adapter to merge into the model: --adapter ADAPTER"
+    if adapter and not (is_save or info.merges):
+        yield "the model has an adapter; only --strategies streaming,peft_merge merge it"
+    if found := quantised.of_model(cell.model):
+        weights = f"the weights are {found.summary}"
+        if is_save:
+            yield f"{weights}; weighin saves only weights that are not quantised"
+        if found.obstacle:
+            yield f"{weights}; {found.obstacle}; {found.repair}"
+        if not info.loads(found):
+            able = "streaming and transformers" if found.dequantises else "transformers"
+            yield f"{weights}; only {able} can load them"
 
 
-def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
-    """Refuse a strategy whose own --key or strip_prefix, or whose format, differs from the run's."""
-    for each in planned:
-        if each.skip or not each.selection:
-            continue
-        options, asked = " ".join(each.selection.options), " ".join(selection.options)
-        if each.selection != selection:
-            raise ConfigError(
-                f"strategy {each.cell.strategy} has the options {options}, but the run has"
-                f" {asked or 'neither --key nor strip_prefix'}",
-                f"add --checkpoint PATH {options}, or change the strategy's options",
+def _of_this_run(
+    each: Planned, checkpoint: Path | None, selection: Selection, nodes: Sequence[Node]
+) -> Planned:
+    """Skip a cell that this run's machines or checkpoint cannot serve; refuse a strategy whose own --key or
+    strip_prefix, or whose format, differs from the run's.
+    """
+    if each.skip:
+        return each
+    if each.cell.use == TO_DEVICE:
+        try:
+            check_machines([], "cuda", (None,), nodes)
+        except HarnessError as error:
+            return replace(
+                each, skip=f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
             )
-        if each.cell.format != own:
-            raise ConfigError(
-                f"{each.cell.strategy} with the option {options} reads your checkpoint itself, whose"
-                f" format is {own}, not {each.cell.format}",
-                "leave --format out, or leave the strategy out",
-            )
-
-
-def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
-    """Skip the cells of strategies whose torch.load(weights_only=True) refuses the user's checkpoint."""
-    reading = {
-        each.cell.id: each.selection
-        for each in planned
-        if not each.skip and each.strategy.weights_only and each.selection
-    }
-    if checkpoint is None or not reading:
-        return planned
-    selection = next(iter(reading.values()))  # of all of them
-    if not (refused := formats.read(checkpoint, selection).refused):
-        return planned
-    why = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
-    return [
-        replace(each, skip=f"{each.strategy.name}: {why}") if each.cell.id in reading else each
-        for each in planned
-    ]
-
-
-def _check_preloaded(environments: Sequence[Mapping[str, str]]) -> None:
-    """Refuse an LD_PRELOAD of which the dynamic linker would only print a line."""
-    for name in chain.from_iterable(map(preloaded, environments)):
-        if not Path(name).is_absolute():
-            raise ConfigError(
-                f"LD_PRELOAD: {name!r} is not an absolute path",
-                "write the library's whole path, which begins with /",
-            )
-        if not Path(name).is_file():
-            raise ConfigError(
-                f"LD_PRELOAD: there is no file {name}",
-                "install the library, or write its path into the variable: `ldconfig -p` lists this"
-                " machine's libraries",
-            )
+    if not each.selection:
+        return each
+    name, options = each.cell.strategy, " ".join(each.selection.options)
+    if each.selection != selection:
+        asked = " ".join(selection.options) or "neither --key nor strip_prefix"
+        raise ConfigError(
+            f"strategy {name} has the options {options}, but the run has {asked}",
+            f"add --checkpoint PATH {options}, or change the strategy's options",
+        )
+    if each.cell.format != (own := formats.loaded_as(checkpoint)):
+        raise ConfigError(
+            f"{name} with the option {options} reads your checkpoint itself, whose format is {own},"
+            f" not {each.cell.format}",
+            "leave --format out, or leave the strategy out",
+        )
+    if not (checkpoint and each.strategy.weights_only):
+        return each
+    if refused := formats.read(checkpoint, selection).refused:
+        why = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
+        return replace(each, skip=f"{name}: {why}")
+    return each
 
 
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:

@@ -20,9 +20,8 @@ from io import FileIO
 from pathlib import Path
 from shlex import join
 from typing import Final, Literal
-from urllib.parse import urlsplit
 
-from weighin.cell import SYNTHESISED, Cell
+from weighin.cell import Cell
 from weighin.checkpoint import staging
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
@@ -30,7 +29,7 @@ from weighin.isolation.base import Isolation
 from weighin.plan.task import Node, Planned, Run, choose
 from weighin.records import run_folder
 from weighin.records.run_folder import resume_command
-from weighin.settings.definition import Settings, read_model, read_plan
+from weighin.settings.definition import Settings, read_plan
 from weighin.text import one_line, printable
 from weighin.units import format_exact
 
@@ -63,12 +62,11 @@ def start(
         planned, isolation, settings, note = loads.plan(settings, nodes)
         models = {each.cell.model.title: each.cell.model for each in planned}
         labels = [replace(model, kwargs={}).title for model in models.values()]
-        labels += ["saving"] if settings.operation == "save" else []
+        labels += ["saving"] * (settings.operation == "save")
     limits = [format_exact(limit) for limit in settings.ram if limit is not None]
     labels += limits if settings.within is None else ["floor"]
     folder = folder or _new_folder(labels)
-    ours = run_folder.in_shard(planned, settings.shard)
-    if not ours:
+    if not (ours := run_folder.in_shard(planned, settings.shard)):
         raise ConfigError(
             f"shard {settings.shard}: the plan has only {len(planned)} cells",
             f"divide the plan into {len(planned)} shards at most",
@@ -98,21 +96,16 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
         raise RecordError(f"{folder} contains a {what}", f"to resume the {kind}: {again}")
     known = {each.name for each in settings.commands} or settings.strategy_paths.keys()
     if lacking := [each.strategy for each in found.cells if each.strategy not in known]:
-        what, of = ("command", "") if settings.commands else ("path", " of the strategy")
-        raise RecordError(
-            f"{place} lacks the {what}{of} {lacking[0]!r}",
-            f"start a new run, because this run cannot be resumed without the {what}",
-        )
+        what = "command" if settings.commands else "path of the strategy"
+        raise RecordError(f"{place} lacks the {what} {lacking[0]!r}", "start a new run")
     if settings.commands:
         planned = [Planned(cell) for cell in found.cells]
-        check_patterns(settings)
     else:
         from weighin.plan import loads
 
         planned = loads.restore(found.cells, settings)
-    isolation = select.named(found.cells[0].isolation, settings.image)
     ours = run_folder.in_shard(planned, settings.shard)
-    return Run(folder, ours, isolation, settings)
+    return Run(folder, ours, select.named(found.cells[0].isolation, settings.image), settings)
 
 
 # Commands ------------------------------------------------------------------------------------------
@@ -132,7 +125,6 @@ def _plan_commands(
             )
         if not nodes:
             files_in(command.cold)
-    check_patterns(settings)
     if settings.image and settings.isolation not in ("auto", "docker"):
         raise ConfigError(
             f"--image {settings.image} needs --isolation docker, but the command line has"
@@ -157,37 +149,6 @@ def _plan_commands(
     return list(map(Planned, cells)), isolation, note
 
 
-def check_patterns(settings: Settings) -> None:
-    patterns = [("--mark", mark) for command in settings.commands for mark in command.marks]
-    for option, pattern in [*patterns, ("--ready", settings.ready)]:
-        if not pattern:
-            continue
-        import regex  # takes 0.02 s
-
-        try:
-            regex.compile(pattern)
-        except regex.error as error:
-            raise ConfigError(
-                f"{option} {pattern!r} is not a regular expression: {error}",
-                "write a backslash before a character that stands for itself: 'loss \\(train\\)'",
-            ) from None
-    if settings.ready and settings.ready_url:
-        raise ConfigError(
-            "--ready and --ready-url cannot be combined: each decides when the server is ready",
-            "leave one of the two out",
-        )
-    try:
-        parts = urlsplit(settings.ready_url)
-        is_usable = parts.scheme == "http" and parts.hostname and parts.port != 0
-    except ValueError:  # http://[::1 or a port that is none
-        is_usable = False
-    if settings.ready_url and not is_usable:
-        raise ConfigError(
-            f"--ready-url {settings.ready_url!r} is not an HTTP address",
-            "write the address as in --ready-url http://127.0.0.1:8000/health",
-        )
-
-
 def files_in(paths: Sequence[str]) -> list[Path]:
     """Return the files among ``paths`` and in its folders."""
     files: list[Path] = []
@@ -201,24 +162,27 @@ def files_in(paths: Sequence[str]) -> list[Path]:
 
 def label_of(command: Sequence[str]) -> str:
     """Return a short name of a command: "train.py" for ("python", "train.py", "--epochs", "3")."""
-    name = Path(command[0]).name
-    words = iter(command[1:] if _INTERPRETERS.fullmatch(name) else ())
+    label = Path(command[0]).name
+    words = iter(command[1:] if _INTERPRETERS.fullmatch(label) else ())
     for word in words:
         if word == "-m":
-            return next(words, name)
-        if _CODE.fullmatch(word):
-            break
-        if _WITH_VALUE.fullmatch(word):
+            label = next(words, label)
+        elif _WITH_VALUE.fullmatch(word):
             next(words, "")
+            continue
         elif not word.startswith("-"):
-            return Path(word).name
-    return name
+            label = Path(word).name
+        elif not _CODE.fullmatch(word):
+            continue
+        break
+    return printable(label) or "command"
 
 
 # Trust ---------------------------------------------------------------------------------------------
 
 
 def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
+    """Return what a plan names that is neither part of weighin nor installed."""
     address = settings.engine.get("address")  # Ray unpickles, and so runs, what a cluster sends
     found: list[tuple[str, object]] = [("Ray cluster", None if address == "auto" else address)]
     listed = set[str]()
@@ -230,19 +194,20 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
         from weighin.stream.pretrained_folder import adapter_of, code_of
         from weighin.suite import registry
 
-        ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
         for cell in cells:
-            if (builder := cell.model.builder) not in ours:
-                kwargs = json.dumps(cell.model.kwargs, default=str)
-                found += [("builder", f"{builder} with {one_line(kwargs, _VALUE_LENGTH)}")]
+            if not registry.is_known(builder := cell.model.builder):
+                kwargs = one_line(json.dumps(cell.model.kwargs, default=str), _VALUE_LENGTH)
+                found += [("builder", f"{builder} with {kwargs}")]
                 found += [("folder of modules", path) for path in settings.python_path]
             if code := code_of(cell.model):
                 found += [("code of the Hugging Face folder", code["folder"])]
                 listed.add(code["folder"])
             listed.add(str(adapter_of(cell.model)))
-            for name, value in cell.environment.items():
-                if name not in _NO_CODE:
-                    found += [("environment", one_line(f"{name}={value}", _VALUE_LENGTH))]
+            found += [
+                ("environment", one_line(f"{name}={value}", _VALUE_LENGTH))
+                for name, value in cell.environment.items()
+                if name not in _NO_CODE
+            ]
         verbs = {cell.operation for cell in cells}
         known = {info.path for verb in verbs for info in registry.strategies(verb).values()}
         paths = settings.strategy_paths.values()
@@ -291,15 +256,12 @@ def _own_plans(mode: Literal["r", "a"]) -> FileIO:
 
 
 def _new_folder(labels: Sequence[str]) -> Path:
-    """Return a new folder's path: ``results/TIME-LABELS``, or below a new temporary folder if none can be made here."""
+    """Return ``results/TIME-LABELS``, or a folder below a new temporary one if none can be made here."""
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S")]
     words += [re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "unnamed" for label in labels]
     results = Path("results")
-    can_write = False
-    with suppress(FileNotFoundError):
-        here = results if results.exists() else Path.cwd()  # which may have been deleted
-        can_write = os.access(here, os.W_OK | os.X_OK)
-    if not can_write:
+    # The current folder may have been deleted.
+    if not os.access(results if results.exists() else Path(), os.W_OK | os.X_OK):
         results = Path(tempfile.mkdtemp(prefix=run_folder.TEMPORARY))
     name, number = "-".join(words), 1
     while (folder := results / (f"{name}-{number}" if number > 1 else name)).exists():

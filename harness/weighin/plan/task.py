@@ -111,7 +111,6 @@ class Node:
     free_ram_bytes: int
     isolations: Mapping[str, str] = field(default_factory=dict)  # why each fails; empty: it works
     gpu_bytes: tuple[int, ...] = ()  # of each GPU
-    no_soft_limit: str = ""  # why the node cannot set one; empty: it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,9 @@ class Demand:
     def obstacle(self, node: Node, *, is_now: bool = False) -> str:
         """Return why ``node`` can never (or not now) run a cell with this demand; empty if it can."""
         ram_bytes, vram_bytes = self.ram_limit_bytes or 0, self.vram_limit_bytes or 0
+        ram = format_exact(ram_bytes)
         if ram_bytes > node.ram_bytes:
-            has, ram = format_bytes(node.ram_bytes), format_exact(ram_bytes)
-            return f"{node.name} has {has}, less than --ram {ram}"
+            return f"--ram {ram} is more than {node.name} has ({format_bytes(node.ram_bytes)})"
         if self.device != "cpu":
             index = int(self.device.partition(":")[2] or 0)
             if index >= len(node.gpu_bytes):
@@ -139,8 +138,9 @@ class Demand:
                 has, vram = format_bytes(node.gpu_bytes[index]), format_exact(vram_bytes)
                 return f"the GPU of {node.name} has {has}, less than its limit {vram}"
         if is_now and ram_bytes > node.free_ram_bytes:
-            has, ram = format_bytes(node.free_ram_bytes), format_exact(ram_bytes)
-            return f"{node.name} has {has} free, less than --ram {ram}"
+            return (
+                f"{node.name} has {format_bytes(node.free_ram_bytes)} free, less than --ram {ram}"
+            )
         return ""
 
 
@@ -148,61 +148,41 @@ def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
     """Return an isolation that works on the machines of a run, and a note for the user; raise an error if a limit,
     the GPU or the isolation fits no machine.
     """
-    check_ram(settings.ram, nodes)
-    if settings.device != "cpu":
-        check_gpu(settings.device, settings.vram, nodes)
-    elif any(limit is not None for limit in settings.vram):
+    if settings.device == "cpu" and any(limit is not None for limit in settings.vram):
         raise ConfigError(
             "vram limits GPU memory, but the device is cpu",
             "add --device cuda, or leave the option out",
         )
+    check_machines(settings.ram, settings.device, settings.vram, nodes)
     # Commands must ask for a container, because it lacks this machine's programs.
-    isolation, note = select.choose(
+    return select.choose(
         "docker" if settings.image else settings.isolation,
         nodes={node.name: node.isolations for node in nodes},
         limited=settings.within is not None or any(limit is not None for limit in settings.ram),
         containers=not settings.commands or settings.isolation != "auto" or bool(settings.image),
         image=settings.image,
     )
-    if settings.ram_high is not None:
-        if not nodes:
-            select.check_soft_limit(isolation)
-        for node in nodes:
-            if isolation.name != "cgroup" or node.no_soft_limit:
-                raise IsolationUnavailable(
-                    f"a soft limit (ram_high) does not work on {node.name}:"
-                    f" {node.no_soft_limit or f'the isolation is {isolation.name}'}",
-                    "leave out ram_high, or use nodes with cgroup v2 and --isolation cgroup",
-                )
-    return isolation, note
 
 
-def check_ram(limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
-    if nodes:
-        most, who, repair = max(node.ram_bytes for node in nodes), "any node", "add a larger node"
-    else:
-        most, who, repair = environment.total_ram_bytes(), "this machine", "leave out --ram"
-    for limit in limits:
-        if limit is not None and limit > most:
-            raise ConfigError(
-                f"--ram {format_exact(limit)} is more than {who} has ({format_bytes(most)})",
-                f"give a smaller limit, or {repair}",
-            )
-
-
-def check_gpu(device: str, vram_limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
-    repair = (
-        "add a node with a GPU; if Ray does not see the GPU, start Ray on that node with --num-gpus"
-    )
+def check_machines(
+    ram_limits: Sequence[int | None],
+    device: str,
+    vram_limits: Sequence[int | None],
+    nodes: Sequence[Node],
+) -> None:
+    """Raise an error if a limit or the device fits none of the nodes, or without nodes not this machine."""
+    ram, gpu = "add a larger node", "add a node with a GPU (ray start --num-gpus)"
     if not nodes:
-        seen = gpu_memory.look()
-        if not seen.gpus:
+        ram, gpu = "leave out --ram", "name another device: weighin doctor shows the GPU"
+        seen = gpu_memory.look() if device != "cpu" else None
+        if seen and not seen.gpus:
             raise IsolationUnavailable(f"--device {device}: {seen.why}", seen.repair)
-        gpu_bytes = tuple(gpu.total_bytes for gpu in seen.gpus)
-        nodes = [Node("", "this machine", 0, 0, gpu_bytes=gpu_bytes)]
-        repair = "name another device, or leave out its limit: weighin doctor shows the GPU"
-    for vram in vram_limits:
-        reasons = [Demand(None, device, vram).obstacle(node) for node in nodes]
-        if all(reasons):
-            message = f"no machine can run --device {device}: {'; '.join(reasons)}"
-            raise IsolationUnavailable(message, repair)
+        gpu_bytes = tuple(gpu.total_bytes for gpu in seen.gpus) if seen else ()
+        total = environment.total_ram_bytes()
+        nodes = [Node("", "this machine", total, total, gpu_bytes=gpu_bytes)]
+    for limit in ram_limits:
+        if all(reasons := [Demand(limit, "cpu", None).obstacle(node) for node in nodes]):
+            raise ConfigError("; ".join(reasons), f"give a smaller limit, or {ram}")
+    for limit in vram_limits if device != "cpu" else ():
+        if all(reasons := [Demand(None, device, limit).obstacle(node) for node in nodes]):
+            raise IsolationUnavailable("; ".join(reasons), f"give a smaller limit, or {gpu}")

@@ -1,16 +1,16 @@
 """Define the settings of a run, and read them from a suite, from options of a command line, or a plan.
 
-An error names the file and the key. For an unknown key, the error also names the most similar valid
-key.
+An error names the file and the key, and for an unknown key the most similar valid key.
 """
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -29,19 +29,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from weighin.cell import FORWARD, Cell, ModelSpec
-from weighin.errors import ConfigError
+from weighin.errors import ConfigError, UnknownName
 from weighin.records.floor import COARSEST, Aim
 from weighin.records.run_folder import in_shard, verb_of
 from weighin.stream.pretrained_library import FolderChoice, Selection
 from weighin.text import printable
-from weighin.units import (
-    LONGEST_S,
-    MIB,
-    format_exact,
-    parse_bytes,
-    parse_rate,
-    parse_seconds,
-)
+from weighin.units import LONGEST_S, MIB, format_exact, parse_bytes, parse_rate, parse_seconds
 
 DEFAULT_STRATEGIES = (
     "baseline", "sequential", "meta_copy", "mmap_assign", "per_param", "streaming",
@@ -52,77 +45,6 @@ DTYPES = {
     "float16": "float16", "fp16": "float16",
 }  # fmt: skip
 """The dtypes that a load may give floating-point tensors, by the names that a user may write."""
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _listed(value: object) -> list[object]:
-    """Return a list; a text is divided at its commas, as in ``8g,none``."""
-    if isinstance(value, str):
-        return [word.strip() for word in value.split(",") if word.strip()]
-    return _as_list(value)
-
-
-def _read(parse: Callable[[str], int], value: object, info: ValidationInfo) -> object:
-    """Read a limit, rate or latency: a number, a text for ``parse``, or "none" (no limit).
-
-    The numbers of a plan are in its own units (``IN_PLAN``).
-    """
-    if isinstance(value, str) and value.lower() == "none":
-        return None
-    if isinstance(value, bool) or not isinstance(value, str | int) or info.context == IN_PLAN:
-        return value
-    return _parsed(parse, str(value))
-
-
-def _parsed(parse: Callable[[str], Any], text: str) -> Any:
-    try:
-        return parse(text)
-    except ConfigError as error:
-        raise ValueError(error.message, error.repair) from None
-
-
-def _check_shard(text: str) -> str:
-    _parsed(partial(in_shard, ()), text)
-    return text
-
-
-def _as_environment(value: object, info: ValidationInfo) -> object:
-    if info.context == IN_PLAN:  # a command of a command line may set what a suite may not
-        return value
-    items = value.items() if isinstance(value, dict) else [(value, None)]
-    for name, content in items:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ValueError(
-                f"{name!r} is not the name of a variable",
-                "write the variables as in {MALLOC_ARENA_MAX: 2}",
-            )
-        if name in _SET_BY_US or name.startswith("WEIGHIN_"):
-            raise ValueError(f"weighin sets {name} itself", f"leave {name} out")
-        if isinstance(content, bool) or not isinstance(content, str | int | float):
-            raise ValueError(  # noqa: TRY004 (pydantic passes no TypeError on)
-                f"the value of {name} is {content!r}, not a text", "write the value in quotes"
-            )
-        if "\0" in str(content):
-            raise ValueError(f"the value of {name} contains a NUL", f"leave {name} out")
-    return {name: str(content) for name, content in items}
-
-
-def matching(pattern: str, what: str, repair: str) -> AfterValidator:
-    """Return the validator of a text that must match a regular expression."""
-
-    def check(value: str) -> str:
-        if not re.fullmatch(pattern, value):
-            raise ValueError(f"{value!r} is not {what}", repair)
-        return value
-
-    return AfterValidator(check)
-
-
-LEAST_RAM = 64 * MIB
-"""Less than `import torch` alone needs on any machine: the CPU build takes more than 100 MiB."""
 IN_PLAN: Final = "plan"
 """The context in which pydantic validates the settings of a plan."""
 MODELS: Final = "a suite of models"
@@ -150,6 +72,150 @@ class Option:
     is_repeatable: bool = False
 
 
+# The values of settings ----------------------------------------------------------------------------
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _listed(value: object) -> list[object]:
+    """Return a list; a text is divided at its commas, as in ``8g,none``."""
+    if isinstance(value, str):
+        return [word.strip() for word in value.split(",") if word.strip()]
+    return _as_list(value)
+
+
+def _by_name(value: object) -> object:
+    """Return a list in which an entry that is no mapping, but a name, is {"name": entry}."""
+    return [
+        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _as_list(value)
+    ]
+
+
+def _as_command(value: object) -> object:
+    """Return a list of words; a text is split into words as in a shell."""
+    if not isinstance(value, str):
+        return [str(word) if isinstance(word, int | float) else word for word in _as_list(value)]
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise ValueError(
+            f"{value!r} cannot be split into words: {str(error).lower()}",
+            "write a list of words: [python, train.py]",
+        ) from None
+
+
+def _read(parse: Callable[[str], Any], value: object, info: ValidationInfo) -> object:
+    """Read a limit, rate or latency: a number, a text for ``parse``, or "none" (no limit).
+
+    The numbers of a plan are in its own units.
+    """
+    if isinstance(value, str) and value.lower() == "none":
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or info.context == IN_PLAN:
+        return value
+    return _parsed(parse, str(value))
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ValueError(error.message, error.repair) from None
+
+
+def _as_environment(taken: str, value: object, info: ValidationInfo) -> object:
+    """Read variables; ``taken`` matches the names of those that weighin sets itself."""
+    if info.context == IN_PLAN or not isinstance(value, dict):
+        return value
+    for name in value:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ValueError(
+                f"{name!r} is not the name of a variable",
+                "write the variables as in {MALLOC_ARENA_MAX: 2}",
+            )
+        if re.fullmatch(taken, name):
+            raise ValueError(f"weighin sets {name} itself", f"leave {name} out")
+    return {k: str(text) if type(text) in (int, float) else text for k, text in value.items()}
+
+
+def _checked(is_right: Callable[[str], object], what: str, repair: str) -> AfterValidator:
+    """Return the validator of a text that must be right, but in a plan."""
+
+    def check(value: str, info: ValidationInfo) -> str:
+        if info.context != IN_PLAN and not is_right(value):
+            raise ValueError(f"{value!r} is not {what}", repair)
+        return value
+
+    return AfterValidator(check)
+
+
+def _is_of_http(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return bool(parts.scheme == "http" and parts.hostname and parts.port != 0)
+    except ValueError:  # http://[::1 or a port that is none
+        return False
+
+
+def _check_pattern(pattern: str) -> str:
+    import regex  # takes 0.02 s
+
+    try:
+        regex.compile(pattern)
+    except regex.error as error:
+        raise ValueError(
+            f"{pattern!r} is not a regular expression: {error}",
+            "write a backslash before a character that stands for itself: 'loss \\(train\\)'",
+        ) from None
+    return pattern
+
+
+def _check_limits(value: Any, info: ValidationInfo) -> Any:
+    # The CPU build of torch takes more than 100 MiB.
+    least, who = (64 * MIB, "`import torch` alone")
+    if info.data.get("commands"):
+        least, who = MIB, "any program"
+    for limit in _as_list(value):
+        if limit is not None and limit < least:
+            raise ValueError(
+                f"{format_exact(limit)} is less than {who} needs",
+                # Below 1 KiB, the size often lacks its unit.
+                f"did you mean {limit}g?"
+                if limit < 1024
+                else f"give more than {format_exact(least)}",
+            )
+    return value
+
+
+def _check_shard(text: str) -> str:
+    _parsed(partial(in_shard, ()), text)
+    return text
+
+
+def _check_ready(address: str, info: ValidationInfo) -> str:
+    if address and info.data.get("ready"):
+        raise ValueError("it cannot be combined with --ready", "leave one of the two out")
+    return address
+
+
+def _check_timeout(value: float, info: ValidationInfo) -> float:
+    if value == 0 and not info.data.get("commands"):
+        raise ValueError("only a command may have none (0)", "give the seconds")
+    return value
+
+
+def _check_commands(commands: "list[SuiteCommand]") -> "list[SuiteCommand]":
+    names = [each.name for each in commands]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(
+            f"two commands are called {twice!r}",
+            "rename one of the two commands, because a record identifies a command by its name",
+        )
+    return commands
+
+
 _MODELS_OWN: Final = "bench floor predict recommend inspect convert"
 _LOADS: Final = "bench floor predict recommend"
 _MEASURED: Final = "bench floor run"
@@ -159,20 +225,33 @@ _Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     BeforeValidator(lambda value: DTYPES.get(value, value) if isinstance(value, str) else value),
 ]
-_NAMED = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
 _Isolation = Literal["auto", "docker", "cgroup", "process"]
-_SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
-_Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
-_Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))]
-_DEVICE: Final = matching(r"cpu|cuda(:\d+)?", "a device", "write cpu, cuda or cuda:1")
+_NAMED = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+_NAME = _checked(
+    lambda name: name and printable(name) == name, "a name", "write a name of printable characters"
+)
+_DEVICE = _checked(
+    re.compile(r"cpu|cuda(:\d+)?").fullmatch, "a device", "write cpu, cuda or cuda:1"
+)
+_HTTP = _checked(
+    lambda text: not text or _is_of_http(text),
+    "an HTTP address",
+    "write it as in http://127.0.0.1:8000/health",
+)
+_PATTERN = AfterValidator(_check_pattern)
+_OF_LOAD = r"PYTHONPATH|PYTHONDONTWRITEBYTECODE|HOME|WEIGHIN_.*"
+_Variable = Annotated[str, _checked(lambda text: "\0" not in text, "text", "leave the NUL out")]
+_Environment = Annotated[dict[str, _Variable], BeforeValidator(partial(_as_environment, _OF_LOAD))]
 _Path = Annotated[Path, PlainSerializer(str)]
 _Texts = Annotated[list[str], BeforeValidator(_as_list)]
 _Names = Annotated[list[str], BeforeValidator(_listed)]
 _Ranks = Annotated[int, Field(ge=1, le=64)]
 _Some = Annotated[list[_One], BeforeValidator(_listed), Field(min_length=1)]
 _Rate = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_rate))]
-_Seconds = Annotated[float, Field(le=LONGEST_S, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
 _Latency = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_seconds))]
+_Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))]
+_Limits = Annotated[_Some[_Limit], AfterValidator(_check_limits)]
 
 
 class Strict(BaseModel):
@@ -196,25 +275,13 @@ class Strict(BaseModel):
         if not isinstance(content, dict) or info.context == IN_PLAN:
             return content
         keys = cls.keys(info.context)
+        unknown = [key for key in map(str, content) if key not in keys]
+        missing = [key for key, is_needed in keys.items() if is_needed and key not in content]
         # An unknown key comes first: often it is a misspelling of the key that is missing.
-        if unknown := [str(key) for key in content if key not in keys]:
-            from difflib import get_close_matches  # here to save time: most files are right
-
-            near, key = get_close_matches(unknown[0], keys, n=1), unknown[0]
-            is_other = any(
-                key in cls.keys(kind) for kind in _KINDS
-            )  # a key of the other kind of suite
-            on = "commands" if info.context == COMMANDS else "a model"
-            message = f"it has no effect on {on}" if is_other else "unknown key"
-            hint = f"did you mean {near[0]!r}? " if near else ""
-        elif lacking := [
-            key for key, is_needed in keys.items() if is_needed and key not in content
-        ]:
-            message, key, hint = "missing", lacking[0], ""
-        else:
-            return content
-        repair = f"{hint}known keys: {', '.join(keys)}"
-        raise PydanticCustomError("key", message, {"key": key, "repair": repair})
+        for key in [*unknown, *missing]:
+            about = {"key": key, "repair": UnknownName("key", key if unknown else "", keys).repair}
+            raise PydanticCustomError("key", "unknown key" if unknown else "missing", about)
+        return content
 
 
 class SuiteStrategy(Strict):
@@ -272,47 +339,27 @@ class SuiteModel(Strict):
         return self.name or f"from:{self.checkpoint}"
 
 
-def _as_command(value: object) -> object:
-    """Read a command: a list of words, or a text that is split into words as in a shell."""
-    if not isinstance(value, str):
-        return [str(word) if isinstance(word, int | float) else word for word in _as_list(value)]
-    try:
-        return shlex.split(value)
-    except ValueError as error:
-        raise ValueError(
-            f"{value!r} cannot be split into words: {str(error).lower()}",
-            "write a list of words: [python, train.py]",
-        ) from None
-
-
-def _check_name(name: str, info: ValidationInfo) -> str:
-    if info.context != IN_PLAN and (not name or printable(name) != name):
-        raise ValueError(f"{name!r} is not a name", "write a name of printable characters")
-    return name
-
-
 class SuiteCommand(Strict):
     """One command of a suite, or the command of a command line."""
 
-    name: Annotated[str, AfterValidator(_check_name), Option(HOW, "run floor", "NAME")]
+    name: Annotated[str, _NAME, Option(HOW, "run floor", "NAME")]
     """What the command is called in reports and baselines. Each command has its own name."""
     command: Annotated[list[str], BeforeValidator(_as_command), Field(min_length=1)]
     """The program and its arguments: a list, or one text that is split as a shell splits it."""
     cold: Annotated[_Texts, Option(HOW, "run floor", "PATH", is_repeatable=True)] = []
     """Drop this file or folder from the page cache before each start: else the pages that another program read before are missing in the figures."""
-    marks: Annotated[_Texts, Option(HOW, "run", "REGEX", ("--mark",), is_repeatable=True)] = []
+    marks: Annotated[
+        list[Annotated[str, _PATTERN]],
+        BeforeValidator(_as_list),
+        Option(HOW, "run", "REGEX", ("--mark",), is_repeatable=True),
+    ] = []
     """Mark each line of output that matches this regular expression on the timeline."""
     environment: Annotated[
-        _Environment, Option(HOW, "run floor", "NAME=VALUE", ("--env",), is_repeatable=True)
+        dict[str, _Variable],
+        BeforeValidator(partial(_as_environment, "")),
+        Option(HOW, "run floor", "NAME=VALUE", ("--env",), is_repeatable=True),
     ] = {}
     """Environment variables of the command: OMP_NUM_THREADS=1."""
-
-
-def _by_name(value: object) -> object:
-    """Read a list of mappings; replace an entry that is no mapping, but a name, by {"name": entry}."""
-    return [
-        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _as_list(value)
-    ]
 
 
 _NO_EFFECT: Final[dict[tuple[str, str], dict[str, object]]] = {
@@ -322,41 +369,6 @@ _NO_EFFECT: Final[dict[tuple[str, str], dict[str, object]]] = {
     ("cache", "warm"): {"disk": None, "disk_latency": None},
 }  # fmt: skip
 """For a value of a setting, the settings that then have no effect, with their only value."""
-
-
-def _check_commands(commands: list[SuiteCommand]) -> list[SuiteCommand]:
-    names = [each.name for each in commands]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(
-            f"two commands are called {twice!r}",
-            "rename one of the two commands, because a record identifies a command by its name",
-        )
-    return commands
-
-
-def _check_limits(value: Any, info: ValidationInfo) -> Any:
-    least, than, repair = LEAST_RAM, "`import torch` alone", "64MiB plus the size of the weights"
-    if info.data.get("commands"):
-        least, than, repair = MIB, "any program", "1MiB"
-    for limit in _as_list(value):
-        if limit is not None and limit < least:
-            raise ValueError(
-                f"{format_exact(limit)} is less than {than} needs",
-                # Below 1 KiB, the size often lacks its unit.
-                f"did you mean {limit}g?" if limit < 1024 else f"give at least {repair}",
-            )
-    return value
-
-
-def _check_timeout(value: float, info: ValidationInfo) -> float:
-    of_commands = bool(info.data.get("commands"))
-    if value < 0 or (value == 0 and not of_commands):
-        least = "greater than or equal to 0" if of_commands else "greater than 0"
-        raise PydanticCustomError("too_small", "input should be {least}", {"least": least})
-    return value
-
-
-_Limits = Annotated[_Some[_Limit], AfterValidator(_check_limits)]
 
 
 class Model(Strict):
@@ -396,11 +408,13 @@ class Command(Strict):
     """The commands: mappings with the keys of a command."""
     image: Annotated[str, Option(HOW, "run floor", "IMAGE")] = ""
     """Run the command in a container of this image, as docker run does: with the image's entrypoint, your user id and the current folder."""
-    ready: Annotated[str, Option(HOW, "run floor", "REGEX")] = ""
+    ready: Annotated[str, _PATTERN, Option(HOW, "run floor", "REGEX")] = ""
     """Measure a server until a line of its output matches this regular expression, and stop it then."""
-    ready_url: Annotated[str, Option(HOW, "run floor", "URL")] = ""
+    ready_url: Annotated[
+        str, _HTTP, AfterValidator(_check_ready), Option(HOW, "run floor", "URL")
+    ] = ""
     """Measure a server until a GET request to this address is answered with a status below 500, and stop it then."""
-    grace_s: Annotated[_Seconds, Field(ge=0)] = 10.0
+    grace_s: _Seconds = 10.0
     """Seconds from SIGTERM to SIGKILL when weighin stops a server, or a process that outlives the command."""
     stacks: Annotated[bool, Option(HOW, "run", names=("--stacks/--no-stacks",))] = False
     """Read the stacks of Python processes near the peak, to name the line that allocated the memory. Each reading stops the command for an instant; with several repeats, there are none."""
@@ -430,7 +444,7 @@ class Load(Strict):
     """Whether the checkpoint is out of the page cache when the load begins (cold), or was read just before (warm)."""
     format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: what each strategy reads."""
-    passes: int = 1
+    passes: Annotated[int, Field(ge=1)] = 1
     """The number of forward passes of the use forward: each reads a mapped model that is larger than the limit again."""
     uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
     """What the model is used for after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
@@ -442,8 +456,6 @@ class Load(Strict):
     """How much later the checkpoint's disk answers each request: 1ms,none. It needs FUSE and weighin[disk]."""
     vram: Annotated[_Limits, Option(LIMITS, "recommend", "SIZES")] = [None]
     """Limits of GPU memory without the CUDA context's own: 8g,none."""
-    ram_high: Annotated[_Limit, AfterValidator(_check_limits)] = None
-    """A soft RAM limit (cgroup v2), above which the kernel slows the process down and reclaims its memory."""
     environment: Annotated[list[_Environment], BeforeValidator(_as_list), Field(min_length=1)] = [
         {}
     ]
@@ -524,17 +536,11 @@ class Settings(Measure, Load, Command, Model):
     @field_validator(*_NO_EFFECT["operation", "save"])
     @classmethod
     def _check_effect(cls, value: Any, info: ValidationInfo) -> Any:
-        key = info.field_name or ""
         for (name, state), without in _NO_EFFECT.items():
-            is_so = key in without and info.data.get(name) == state
-            if is_so and any(each != without[key] for each in _as_list(value)):
-                raise ValueError(f"it has no effect with {name} {state}", f"leave {key} out")
-        if key == "passes" and value < 1:
-            raise ValueError(
-                f"{value} forward passes mean no use of the model",
-                "write --use none (in a suite, uses: none)",
-            )
-        if key == "uses" and info.data.get("passes", 1) > 1 and FORWARD not in value:
+            is_so = info.field_name in without and info.data.get(name) == state
+            if is_so and any(each != without[info.field_name or ""] for each in _as_list(value)):
+                raise ValueError(f"it has no effect with {name} {state}", "leave it out")
+        if info.field_name == "uses" and info.data.get("passes", 1) > 1 and FORWARD not in value:
             raise ValueError(
                 "passes applies to the use forward, which is not among the uses", "leave passes out"
             )
@@ -576,18 +582,10 @@ _KINDS: Final[dict[str | None, tuple[str, tuple[type[Strict], ...]]]] = {
 
 
 _OF_A_MEASUREMENT: Final = {
-    "ram", "vram", "ram_high", "disk", "disk_latency", "cache", "operation", "repeats", "passes",
+    "ram", "vram", "disk", "disk_latency", "cache", "operation", "repeats", "passes",
     "steady", "jobs", "engine", "shard",
 }  # fmt: skip
 """Keys that a search for a floor sets itself, or does without."""
-_OF_FILES: Final = {"strip_prefix", "variant", "model_class", "revision"}
-_ALSO_USED: Final = {
-    "inspect": {*_OF_FILES, "kwargs"},
-    "convert": _OF_FILES,
-    "predict": {*_OF_FILES, "kwargs", "environment", "seed"},
-    "recommend": {*_OF_FILES, "kwargs"},
-}
-"""The settings that a verb which measures nothing uses beside its options."""
 
 
 def used_by(verb: str, kind: str = MODELS) -> set[str]:
@@ -595,34 +593,98 @@ def used_by(verb: str, kind: str = MODELS) -> set[str]:
     keys = {*Settings.keys(kind)}
     if verb == "floor":
         return keys - _OF_A_MEASUREMENT
-    if verb not in _ALSO_USED:
+    if verb in ("bench", "run"):
         return keys
-    return {key for key in keys if is_option(key, verb)} | _ALSO_USED[verb]
+    typed = {
+        key for key, _, _ in options()
+    }  # without such an option, a verb uses files' keys alone
+    own = {key for key, _, _ in options(verb)} | (Model.model_fields.keys() - typed)
+    return own | ({"environment", "seed"} if verb == "predict" else set())
 
 
-class _ModelFile(Strict):
-    name: str
-    builder: Annotated[str, matching(r"[\w.]+:\w+", "a builder", "write package.module:function")]
-    kwargs: dict[str, Any] = Field({})
-    description: str = ""
+def options(verb: str = "") -> Iterator[tuple[str, FieldInfo, Option]]:
+    """Yield the settings that are options of a verb, or of any; those of a command as "commands.KEY"."""
+    for kind in (Measure, Load, Model, Command, SuiteCommand):
+        for name, field in kind.model_fields.items():
+            for each in field.metadata:
+                if isinstance(each, Option) and (not verb or verb in each.verbs.split()):
+                    key = f"commands.{name}" if kind is SuiteCommand else name
+                    yield key, field, each
 
 
-def read_model(path: Path) -> ModelSpec:
-    """Read a model's YAML file; raise ConfigError if the file, a key or a value in it is invalid."""
-    from weighin.settings.yaml_file import read_mapping  # `weighin run` does without yaml
+def names_of(key: str, option: Option) -> tuple[str, ...]:
+    return option.names or (f"--{key.rpartition('.')[2].replace('_', '-')}",)
 
-    model = validate(_ModelFile, read_mapping(path), str(path))
-    return ModelSpec(model.name, model.builder, model.kwargs)
+
+def typed_as(key: str, verb: str = "") -> str:
+    """Return how a setting is typed: ``--ram``, or ``--set passes`` if the verb has no such option."""
+    for name, _, option in options(verb):
+        if key == name:
+            return names_of(name, option)[0].partition("/")[0]
+    outer, dot, inner = key.rpartition(".")
+    return f"{typed_as(outer, verb)}.{inner}" if dot else f"--set {key}"
+
+
+Place = str | Callable[[str], str]
+"""Where settings were written: a file, or a function from a key to what was typed."""
+
+
+def validate(
+    kind: type[_Kind], content: Mapping[str, Any], place: Place, context: str | None = None
+) -> _Kind:
+    """Validate ``content`` as a ``kind``; raise ConfigError that names an invalid key or value."""
+    try:
+        return kind.model_validate(content, context=context)
+    except ValidationError as error:
+        first = error.errors()[0]
+    more, repair = first.get("ctx", {}), ""
+    key = ".".join(part for part in (*first["loc"], more.get("key")) if isinstance(part, str))
+    if first["type"] == "value_error":
+        message, repair = more["error"].args
+    elif first["type"] == "key":
+        message, repair = first["msg"], more["repair"]
+    elif first["type"] == "too_short":
+        message, repair = "empty", "write at least one value, or leave the key out"
+    else:
+        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
+    raise ConfigError(f"{place(key) if callable(place) else f'{place}: {key}'}: {message}", repair)
+
+
+def check_suite(options: Mapping[str, Any]) -> Settings:
+    return validate(Settings, options, typed_as)
+
+
+def merge(sources: Sequence[tuple[Place, Mapping[str, Any]]], kind: str = MODELS) -> Settings:
+    """Return the settings of several sources, of which a later one overrides the earlier ones.
+
+    A source that names models takes none of the other keys of ``Model`` from the earlier ones, because
+    a checkpoint or an argument is one model's own.
+    """
+    content: dict[str, Any] = {}
+    written: dict[str, Place] = {}
+    for place, given in sources:
+        for name in Model.model_fields if "models" in given else ():
+            content.pop(name, None)
+        content |= given
+        written |= dict.fromkeys(map(str, given), place)
+    # A key that nobody wrote is missing in the suite, the last of the files.
+    suite = next((each for each, _ in reversed(sources) if isinstance(each, str)), "")
+
+    def named(key: str) -> str:
+        place = written.get(key.partition(".")[0], suite)
+        return place(key) if callable(place) else f"{place}: {key}"
+
+    return validate(Settings, content, named, kind)
 
 
 def read_suite(path: Path, kind: str = MODELS) -> Settings:
-    """Read a suite's YAML file; raise ConfigError as ``read_model``, or if it is of the other kind."""
-    return validate(Settings, read_suite_file(path, kind), str(path), kind)
+    """Read a suite's YAML file; raise ConfigError if a key or value is invalid, or the kind is the other."""
+    return merge([read_suite_file(path, kind)], kind)
 
 
-def read_suite_file(path: Path, kind: str = MODELS) -> dict[str, Any]:
-    """Return the keys and values of a suite's file; raise ConfigError if it is of the other kind."""
-    from weighin.settings.yaml_file import read_mapping
+def read_suite_file(path: Path, kind: str = MODELS) -> tuple[str, dict[str, Any]]:
+    """Return a suite's file, and its keys and values."""
+    from weighin.settings.yaml_file import read_mapping  # `weighin run` does without yaml
 
     content = read_mapping(path)
     if {"models", "commands"} <= content.keys():
@@ -638,61 +700,7 @@ def read_suite_file(path: Path, kind: str = MODELS) -> dict[str, Any]:
             f"{path}: trust_remote_code is a permission, which no file can give",
             "give it on the command line: --trust-remote-code",
         )
-    return content
-
-
-def check_suite(options: Mapping[str, Any]) -> Settings:
-    return validate(Settings, options, typed_as)
-
-
-Source = tuple[str | Callable[[str], str], Mapping[str, Any]]
-"""Settings, and where they were written: a file, or a function from a key to what was typed."""
-
-
-def merge(sources: Sequence[Source], kind: str = MODELS) -> Settings:
-    """Return the settings of several sources, of which a later one overrides the earlier ones.
-
-    A source that names models takes none of the other keys of ``Model`` from the earlier ones, because
-    a checkpoint or an argument is one model's own.
-    """
-    content: dict[str, Any] = {}
-    written: dict[str, str] = {}
-    for place, given in sources:
-        for name in Model.model_fields if "models" in given else ():
-            content.pop(name, None)
-        content |= given
-        written |= {
-            key: place(key) if callable(place) else f"{place}{key}" for key in map(str, given)
-        }
-    files = [place for place, _ in sources if isinstance(place, str) and place]
-    # A key that nobody wrote is missing in the suite, the last of the files.
-    return validate(
-        Settings, content, lambda key: written.get(key, "".join(files[-1:]) + key), kind
-    )
-
-
-def option_of(field: FieldInfo) -> Option | None:
-    return next((each for each in field.metadata if isinstance(each, Option)), None)
-
-
-def is_option(key: str, verb: str) -> bool:
-    option = option_of(Settings.model_fields[key])
-    return option is not None and verb in option.verbs.split()
-
-
-def names_of(key: str, option: Option) -> tuple[str, ...]:
-    return option.names or (f"--{key.replace('_', '-')}",)
-
-
-def typed_as(key: str, verb: str = "") -> str:
-    """Return how a setting is typed: ``--ram``, or ``--set passes`` if the verb has no such option.
-
-    Without ``verb``, an option of any verb counts.
-    """
-    option = option_of(Settings.model_fields[key]) if key in Settings.model_fields else None
-    if option and (not verb or is_option(key, verb)):
-        return names_of(key, option)[0].partition("/")[0]
-    return f"--set {key}"
+    return str(path), content
 
 
 def read_plan(settings: Mapping[str, Any], cells: Sequence[Cell], place: Path) -> Settings:
@@ -715,31 +723,3 @@ def read_plan(settings: Mapping[str, Any], cells: Sequence[Cell], place: Path) -
             for cell in {cell.strategy: cell for cell in cells}.values()
         ]
     return validate(Settings, content, str(place), IN_PLAN)
-
-
-def validate(
-    kind: type[_Kind],
-    content: Mapping[str, Any],
-    place: str | Callable[[str], str],
-    context: str | None = None,
-) -> _Kind:
-    """Validate ``content`` as a ``kind``; raise ConfigError that names an invalid key or value.
-
-    ``place`` is the file that an error names, or a function that returns how a key was written.
-    """
-    try:
-        return kind.model_validate(content, context=context)
-    except ValidationError as error:
-        first = error.errors()[0]
-    more, repair = first.get("ctx", {}), ""
-    top, *inner = [part for part in (*first["loc"], more.get("key")) if isinstance(part, str)]
-    if first["type"] == "value_error":
-        message, repair = more["error"].args
-    elif first["type"] == "key":
-        message, repair = first["msg"], more["repair"]
-    elif first["type"] == "too_short":
-        message, repair = "empty", "write at least one value, or leave the key out"
-    else:
-        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
-    named = place(top) if callable(place) else f"{place}: {top}"
-    raise ConfigError(f"{'.'.join((named, *inner))}: {message}", repair)

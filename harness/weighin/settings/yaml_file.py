@@ -27,16 +27,15 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return a YAML file's top-level mapping; raise ConfigError if it is invalid. The error names
-    the file and, for wrong YAML, the line.
+    """Return a YAML file's top-level mapping; raise ConfigError that names the file and, for wrong YAML,
+    the line.
     """
     try:
-        text = read_bytes(path, MIB).decode()
+        content = parse(read_bytes(path, MIB).decode(), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
-    content = parse(text, str(path))
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a mapping of keys to values")
     return content
@@ -46,12 +45,9 @@ def parse(text: str, place: str) -> Any:
     """Return the value of a YAML text; raise ConfigError that names its ``place``."""
     try:
         return bounded(yaml.load(text, _Loader))  # noqa: S506 (a safe one)
-    except yaml.YAMLError as error:
+    # The last two: a number or a date that Python does not accept, or more than ``bounded`` accepts.
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        problem = one_line(getattr(error, "problem", None) or str(error))
         raise ConfigError(f"{place}{line}: not YAML: {problem}") from None
-    except RecursionError:
-        raise ConfigError(f"{place}: too many nested values") from None
-    except ValueError as error:  # a number or a date that Python does not accept, or a file above the limits of ``bounded``
-        raise ConfigError(f"{place}: {one_line(str(error))}") from None

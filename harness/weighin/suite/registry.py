@@ -7,7 +7,7 @@ needs by its name on PyPI, if necessary with a minimum version: "safetensors>=0.
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib.machinery import PathFinder
@@ -19,12 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin import install
 from weighin.cell import (
-    FORK,
     NONE,
     SYNTHESISED,
-    TO_DEVICE,
     USES,
-    Cell,
     ModelSpec,
     Operation,
     with_arguments,
@@ -32,6 +29,7 @@ from weighin.cell import (
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
 from weighin.models.description import spec_of, spec_of_gguf
+from weighin.settings.yaml_file import read_mapping
 from weighin.stream import formats, pretrained_folder, quantised, sentence_parts
 from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import NOT_MEASURED
@@ -60,9 +58,6 @@ _ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "we
 PEAK_WORDS = ("model", "storages", "tensor", "layer", "shard", "mapped")
 """What a load can have in memory: the model's tensors, all storages of the files (the state dict that
 ``torch.load`` returns), the largest tensor, layer or shard, and the mapped file."""
-
-OF_FORMAT: Final[Mapping[str, tuple[str, ...]]] = {gguf.NAME: ("gguf", "accelerate")}
-"""The packages that transformers imports to load a checkpoint of this format."""
 
 _FROM = "from:"
 _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
@@ -309,22 +304,18 @@ def chosen_uses(names: list[str]) -> dict[str, str]:
     return found
 
 
-def obstacle_of_use(cell: Cell) -> str:
-    """Return why the cell's use cannot follow the load; empty if it can."""
-    is_on_gpu = cell.device != "cpu"
-    if cell.use and cell.ranks > 1:
-        return f"weighin measures the use {cell.use} only in one process: --ranks 1"
-    if cell.use == TO_DEVICE and is_on_gpu:
-        return (
-            "to-device moves a model from the CPU to the GPU, but the model is on the GPU already"
-        )
-    if cell.use == FORK and is_on_gpu:
-        return "a forked process cannot use a model on the GPU"
-    return ""
-
-
 def models() -> dict[str, Path]:
     return {path.stem: path for path in sorted((data_folder("configs") / "models").glob("*.yaml"))}
+
+
+def read_model(path: Path) -> ModelSpec:
+    content = read_mapping(path)
+    return ModelSpec(content["name"], content["builder"], content.get("kwargs", {}))
+
+
+def is_known(builder: str) -> bool:
+    """Tell whether a builder is that of one of weighin's models, and so no code of others."""
+    return builder in {SYNTHESISED, *(read_model(path).builder for path in models().values())}
 
 
 def model(
@@ -482,10 +473,6 @@ def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
     if name not in known:
         builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
         return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {})
-    from weighin.settings.definition import (
-        read_model,  # imports pydantic, which `weighin list` avoids
-    )
-
     spec = read_model(known[name])
     others = {key: value for key, value in (kwargs or {}).items() if spec.kwargs.get(key) != value}
     return ModelSpec(with_arguments(spec.name, others), spec.builder, spec.kwargs | others)
