@@ -15,7 +15,7 @@ from weighin.checkpoint.checksum import checksum
 from weighin.models.pretrained import from_config, pretrained_class, written_after_load
 from weighin.stream.pretrained_folder import read_folder
 from weighin.suite import registry
-from weighin.worker.verify import WrongWeights, check_values
+from weighin.worker.loading import WrongWeights, check_values
 
 SMALL = {
     "hidden_size": 32,

@@ -9,8 +9,7 @@ import torch
 from pytest import MonkeyPatch
 from torch import nn
 
-from weighin.worker.loading import example_inputs
-from weighin.worker.verify import WrongWeights, check_forward
+from weighin.worker.loading import WrongWeights, check_forward, example_inputs
 
 CPU = torch.device("cpu")
 

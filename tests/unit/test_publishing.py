@@ -92,9 +92,9 @@ def test_the_status_names_what_is_stale_with_commit_and_day(copy: Path) -> None:
         f"{predictions}: OLDER than the current code (allocators.py changed)",
         "1 of 1 are older than the current code or were never measured: a",
     ]
-    change(copy, "harness/weighin/worker/verify.py")
+    change(copy, "harness/weighin/worker/loading.py")
     assert publish.status([run], copy)[0].endswith(
-        "OLDER than the current code (verify.py changed)"
+        "OLDER than the current code (loading.py changed)"
     )
 
 

@@ -30,7 +30,7 @@ from weighin.stream import formats, quantised
 from weighin.stream.construct import construct, resolve_builder
 from weighin.stream.pretrained_folder import read_folder
 from weighin.suite import registry
-from weighin.worker import verify
+from weighin.worker import loading
 from weighin.worker.loading import WorkerLoad, import_strategy
 
 Make = Callable[[str], Path]
@@ -272,11 +272,11 @@ def test_the_load_is_measured_and_verified(
     assert manifest.keys == f"quantised with {LAYOUTS[name].method}"
     cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
     load = WorkerLoad(checkpoint, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
-    tensors = verify.named_tensors(import_strategy(registry.strategy(strategy).path)(load))
-    verify.check_structure(tensors, manifest, cpu, dtype)
-    verify.check_values(verify.touch(tensors), manifest, dtype)
+    tensors = loading.named_tensors(import_strategy(registry.strategy(strategy).path)(load))
+    loading.check_structure(tensors, manifest, cpu, dtype)
+    loading.check_values(loading.touch(tensors), manifest, dtype)
     wanted = pretrained_class(read_folder(folder).wanted).from_pretrained(folder, dtype=dtype)
-    sizes = {id(one): one.nbytes for one in verify.named_tensors(wanted).values()}
+    sizes = {id(one): one.nbytes for one in loading.named_tensors(wanted).values()}
     model_bytes = manifest.model_bytes(str(dtype).removeprefix("torch."))
     assert model_bytes == pytest.approx(
         sum(sizes.values()), rel=0.01

@@ -16,7 +16,7 @@ from weighin.predict.client import predict
 from weighin.stream import formats
 from weighin.stream.construct import resolve_builder
 from weighin.suite import registry
-from weighin.worker import verify
+from weighin.worker import loading
 from weighin.worker.loading import WorkerLoad, import_strategy
 
 TABLE = "weighin.models.synthesised:from_table"
@@ -81,9 +81,9 @@ def check_load(
     cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
     load = WorkerLoad(path, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
     model = import_strategy(registry.strategy(name).path)(load)
-    tensors = verify.named_tensors(model)
-    verify.check_structure(tensors, manifest, cpu, dtype)
-    verify.check_values(verify.touch(tensors), manifest, dtype)
+    tensors = loading.named_tensors(model)
+    loading.check_structure(tensors, manifest, cpu, dtype)
+    loading.check_values(loading.touch(tensors), manifest, dtype)
     assert {key: tensors[key].dtype for key in KEPT[spec.name]} == KEPT[spec.name]
     assert tensors["lm_head.weight"].dtype == dtype
     first = tensors[next(iter(KEPT[spec.name]))].view(torch.uint8)

@@ -28,9 +28,8 @@ from weighin.run import loads
 from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
-from weighin.worker.loading import import_strategy
+from weighin.worker.loading import WrongWeights, import_strategy
 from weighin.worker.saving import check, files_in, sizes, sync
-from weighin.worker.verify import WrongWeights
 
 CPU = torch.float32
 

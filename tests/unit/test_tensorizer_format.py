@@ -20,7 +20,7 @@ from weighin.stream.construct import resolve_builder
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write as write_file
 from weighin.suite import registry
-from weighin.worker import verify
+from weighin.worker import loading
 from weighin.worker.loading import WorkerLoad, import_strategy
 
 SPEC = ModelSpec(
@@ -82,9 +82,9 @@ def test_the_strategy_loads_a_tied_model_with_the_right_values(
         NoPhases(),
     )
     model = import_strategy(registry.strategy("tensorizer").path)(load)
-    tensors = verify.named_tensors(model)
-    verify.check_structure(tensors, made, cpu, dtype)
-    verify.check_values(verify.touch(tensors), made, dtype)
+    tensors = loading.named_tensors(model)
+    loading.check_structure(tensors, made, cpu, dtype)
+    loading.check_values(loading.touch(tensors), made, dtype)
     assert formats.detect(path) == "tensorizer"
     assert formats.files(path) == [path]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, TensorEntry
-from weighin.worker.loading import Inputs
-from weighin.worker.verify import (
+from weighin.worker.loading import (
+    Inputs,
     WrongWeights,
     check_forward,
     check_structure,

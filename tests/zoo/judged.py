@@ -24,7 +24,7 @@ from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.truth import index
 from weighin.stream import formats as layouts
 from weighin.suite import registry
-from weighin.worker import verify
+from weighin.worker import loading
 from weighin.worker.loading import Inputs, WorkerLoad, import_strategy
 
 _ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tested as pt and safetensors only
@@ -164,8 +164,8 @@ def _is_finite(case: Case) -> bool:
         return True
     right = case.donor()
     try:
-        verify.check_forward(right, Inputs(inputs))
-    except verify.WrongWeights:
+        loading.check_forward(right, Inputs(inputs))
+    except loading.WrongWeights:
         return False
     except (
         RuntimeError
@@ -228,15 +228,15 @@ def judge(
     """Return the fault that the worker's checks find in a model; an empty string if it is right."""
     device = torch.device("cpu")
     try:
-        tensors = verify.named_tensors(model)
-        verify.check_structure(tensors, truth.manifest, device, dtype)
-        verify.check_values(verify.touch(tensors), truth.manifest, dtype)
+        tensors = loading.named_tensors(model)
+        loading.check_structure(tensors, truth.manifest, device, dtype)
+        loading.check_values(loading.touch(tensors), truth.manifest, dtype)
         inputs = (
             builders.example_inputs(**case.kwargs) if forward and dtype == torch.float32 else ()
         )
         if inputs:
-            verify.check_forward(model, Inputs(inputs))
-    except verify.WrongWeights as error:
+            loading.check_forward(model, Inputs(inputs))
+    except loading.WrongWeights as error:
         return f"wrong: {error}"
     return ""
 

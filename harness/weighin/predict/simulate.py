@@ -33,12 +33,11 @@ from weighin.stream import gguf_files as gguf
 from weighin.stream.construct import Builder
 from weighin.stream.pretrained_folder import adapter_of, own_dtype, refuse_part
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of
-from weighin.stream.tensors import tensors_in, tied_names
+from weighin.stream.tensors import named_tensors, tensors_in, tied_names
 from weighin.stream.write import write
 from weighin.units import MIB
-from weighin.worker.loading import Inputs, WorkerLoad, import_strategy
+from weighin.worker.loading import Inputs, WorkerLoad, identity, import_strategy, touch
 from weighin.worker.uses import CHILDREN, Function
-from weighin.worker.verify import identity, named_tensors, touch
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
 _USE_SHARE: Final = 100

@@ -13,7 +13,7 @@ from weighin.probes import page_cache
 from weighin.strategy import Load
 from weighin.stream import formats
 from weighin.stream.model import load_streaming
-from weighin.worker.verify import WrongWeights, complain, wanted_dtype
+from weighin.worker.loading import WrongWeights, complain, wanted_dtype
 
 
 def load_model(job: Load) -> torch.nn.Module:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from weighin.cell import FORWARD, phase_of
+from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import read_manifest
 from weighin.phase_reporter import read_text
 from weighin.probes.process import read_rollup
 from weighin.stream.construct import resolve_builder
-from weighin.worker.loading import WorkerLoad, example_inputs, import_strategy, settle_math
+from weighin.worker import loading
 from weighin.worker.phases import Marks
 
 _WARM_PIECE_BYTES = 1024**2
@@ -58,11 +59,11 @@ class Worker:
                 gpu = torch.device("cuda", job.rank % torch.cuda.device_count())
             marks.cuda = CudaMemory(gpu, cell.vram_limit_bytes)
             device = marks.cuda.device if device.type == "cuda" else device
-        self.inputs = example_inputs(builder, cell.model.kwargs, dtype)
-        self.argument = WorkerLoad(
+        self.inputs = loading.example_inputs(builder, cell.model.kwargs, dtype)
+        self.argument = loading.WorkerLoad(
             checkpoint, device, dtype, cell.options, cell.model, builder, marks
         )
-        settle_math()
+        loading.settle_math()
         if cell.use:
             from weighin.worker import uses
 
@@ -94,7 +95,9 @@ class Worker:
         marks = self.marks
         marks.restart()
         start_ns = marks.clock_ns()
-        returned = import_strategy(self.job.strategy_path, self.job.cell.operation)(argument)
+        returned = loading.import_strategy(self.job.strategy_path, self.job.cell.operation)(
+            argument
+        )
         marks.refuse_open()
         if marks.cuda:
             marks.cuda.synchronize()
@@ -132,20 +135,17 @@ class Worker:
 
     def load(self) -> None:
         """Let the strategy load the model, read every byte of it, compare its checksums, and use it."""
-        from weighin.checkpoint.checksum import checksum
-        from weighin.worker import verify
-
         job, marks, load = self.job, self.marks, self.argument
         model = self._run_strategy(load)
         if not isinstance(model, torch.nn.Module):
             kind = "None" if model is None else f"a {type(model).__name__}"
             raise NoResult(f"load() returned {kind}, not a torch.nn.Module")
-        tensors = verify.named_tensors(model, [entry.name for entry in self.manifest.tensors])
-        verify.check_structure(tensors, self.manifest, load.device, load.dtype)
+        tensors = loading.named_tensors(model, [entry.name for entry in self.manifest.tensors])
+        loading.check_structure(tensors, self.manifest, load.device, load.dtype)
         marks.restart()
         start_ns = time.monotonic_ns()
         with marks.phase("touch"):
-            checksums = verify.touch(tensors)
+            checksums = loading.touch(tensors)
             end_ns = time.monotonic_ns()
         marks.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns)
         if job.rank is not None:
@@ -156,7 +156,7 @@ class Worker:
                 for name, tensor in tensors.items()
                 if hasattr(tensor, "full_tensor")  # an import of DTensor would take 40 MiB
             }
-        notes = verify.check_values(checksums, self.manifest, load.dtype)
+        notes = loading.check_values(checksums, self.manifest, load.dtype)
         if not job.rank:  # only rank 0 sends notes
             marks.send("told", notes=notes)
         del tensors  # would keep the old buffers alive while a use converts the model
@@ -173,7 +173,7 @@ class Worker:
         elif inputs:
             for _ in range(job.cell.passes):
                 with marks.phase(FORWARD):
-                    verify.check_forward(model, inputs)
+                    loading.check_forward(model, inputs)
         if job.cell.use or (inputs and job.cell.passes):
             used_ns = marks.clock_ns() - start_ns
         marks.send("done", first_use_ns=used_ns, marks_ns=marks.spent_ns)
