@@ -73,10 +73,11 @@ class CudaMemory:
     def describe(self) -> dict[str, Any]:
         """Return the device's properties. ``gpu_uuid`` identifies the GPU in the driver's tools."""
         properties = torch.cuda.get_device_properties(self.device)
+        uuid = getattr(properties, "uuid", None)  # not of every build of torch
         return {
             "gpu": properties.name,
             "gpu_bytes": properties.total_memory,
-            "gpu_uuid": f"GPU-{properties.uuid}",
+            "gpu_uuid": f"GPU-{uuid}" if uuid else None,
             "cuda": torch.version.cuda,
             "cuda_allocator": torch.cuda.get_allocator_backend(),
         }

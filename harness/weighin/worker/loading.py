@@ -170,9 +170,8 @@ def check_structure(
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
     complain("not in the checkpoint", tensors.keys() - expected.keys())
-    complain(
-        "left on the meta device, without values", [n for n, t in tensors.items() if t.is_meta]
-    )
+    left = [name for name, tensor in tensors.items() if tensor.is_meta]
+    complain("left on the meta device, without values", left)
     elsewhere = [name for name, t in tensors.items() if t.device.type != device.type]
     complain(f"not on {device}", elsewhere)
     shapes = [n for n, tensor in tensors.items() if tuple(tensor.shape) != expected[n].shape]
