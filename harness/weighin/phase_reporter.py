@@ -51,12 +51,9 @@ def read_text(path: str) -> str:
 
 def parse_status(text: str) -> dict[str, int]:
     """Return the memory fields of a /proc/PID/status text, in bytes."""
-    fields = {}
-    for line in text.split("\n"):  # splitlines would also split at "\r" in the process's name
-        name, _, value = line.partition(":")
-        if name in _FIELDS:
-            fields[name] = int(value.split()[0]) * 1024
-    return fields
+    # Not by splitlines, which would also split at "\r" in the process's name.
+    lines = (line.partition(":") for line in text.split("\n"))
+    return {name: int(value.split()[0]) * 1024 for name, _, value in lines if name in _FIELDS}
 
 
 def parse_faults(text: str) -> tuple[int, int]:

@@ -149,7 +149,7 @@ def pytest_runtest_makereport(
     if report.failed and (results := item.stash.get(MEASURED, [])):
         from weighin.testing.bodies import phase_table
 
-        for result in results:
-            title = f"weighin: {result.cell.strategy} {result.outcome}"
-            report.sections.append((title, phase_table(result)))
+        report.sections += [
+            (f"weighin: {one.cell.strategy} {one.outcome}", phase_table(one)) for one in results
+        ]
     return report

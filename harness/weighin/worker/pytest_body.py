@@ -11,9 +11,8 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from weighin.cell import BODY_PLUGIN, Body
@@ -28,16 +27,16 @@ def run_body(marks: Marks, body: Body) -> NoReturn:
     start_ns = time.monotonic_ns()
     with marks.phase("import"):
         import torch  # noqa: F401 (torch is part of every body's baseline)
-    measuring = partial(_measuring, marks, time.monotonic_ns() - start_ns)
+    import_ns = time.monotonic_ns() - start_ns
     sys.path += [folder for folder in marks.job.python_path if folder not in sys.path]
     fault = ""
     try:
         if body.pytest_arguments:
-            fault = _run_test(body, marks, measuring)
+            fault = _run_test(body, marks, import_ns)
         else:
             with open(body.path, "rb") as file:  # noqa: PTH123 (a worker avoids pathlib)
                 function, arguments, keywords = pickle.load(file)  # noqa: S301 (of the parent)
-            with measuring():
+            with _measured(marks, import_ns):
                 function(*arguments, **keywords)
     except BaseException as error:
         marks.fail(Outcome.STRATEGY_FAILED, describe(error))
@@ -50,7 +49,7 @@ def run_body(marks: Marks, body: Body) -> NoReturn:
 
 
 @contextmanager
-def _measuring(marks: Marks, import_ns: int) -> Iterator[None]:
+def _measured(marks: Marks, import_ns: int) -> Iterator[None]:
     """Report the memory before the test's body, run the body, and end the body's last phase."""
     marks.is_over = False  # a test that failed may run again
     gc.collect()
@@ -75,9 +74,7 @@ def _measuring(marks: Marks, import_ns: int) -> Iterator[None]:
         marks.is_over = True
 
 
-def _run_test(
-    body: Body, marks: Marks, measuring: Callable[[], AbstractContextManager[None]]
-) -> str:
+def _run_test(body: Body, marks: Marks, import_ns: int) -> str:
     """Run pytest on the body's test, and write its reports; return what is wrong, or an empty text."""
     import pytest
 
@@ -92,7 +89,7 @@ def _run_test(
 
         @pytest.hookimpl(wrapper=True, trylast=True)
         def pytest_runtest_call(self) -> Generator[None, object, object]:
-            with measuring():
+            with _measured(marks, import_ns):
                 return (yield)
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
