@@ -1,6 +1,4 @@
-"""Format and parse sizes, rates and durations. The parsers also read the formatted texts, except
-those of ``format_duration``.
-"""
+"""Format and parse sizes, rates and durations. The parsers also read the formatted texts."""
 
 import re
 from collections.abc import Mapping
@@ -83,14 +81,6 @@ def format_seconds(nanoseconds: int) -> str:
     unit, factor = ("s", 1e9) if nanoseconds >= 999_500_000 else ("ms", 1e6)
     value = nanoseconds / factor
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration rounded to whole seconds or minutes: "40 s", "3 min", "2 h 5 min"."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def parse_seconds(text: str) -> int:

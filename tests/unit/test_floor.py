@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from weighin.cell import Cell
 from weighin.records import run_folder
-from weighin.records.floor import (
-    KILLED,
-    TYPICAL_CELLS,
-    Aim,
-    floors,
-    next_cell,
-    remaining_ns,
-)
+from weighin.records.floor import KILLED, Aim, floors, next_cell
 from weighin.records.verdict import Verdict
 from weighin.result import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Ran, Result, Stopped
 from weighin.show.findings import floor_as_dict as as_dict
@@ -219,27 +212,6 @@ def test_the_limit_under_which_a_mapped_load_ends_is_found_if_it_is_asked_for() 
     assert (floor.bytes, floor.aim, floor.below) == (248 * MIB, Aim.ENDS, KILLED)
     assert floor.at_floor and floor.at_floor.judgement
     assert floor.at_floor.judgement.verdict is Verdict.THRASHES
-
-
-def test_what_remains_of_a_search_is_the_time_of_the_cells_to_come() -> None:
-    whole = search_mapped(Aim.SURVIVES)
-    cell = whole[0].cell
-    other = replace(cell, strategy="mmap_assign")
-
-    def ask(results: list[Result], cells: list[Cell]) -> int | None:
-        return remaining_ns(cells, results, 0.01, 4 * GIB, Aim.SURVIVES)
-
-    assert ask([], [cell]) is None
-    assert ask(whole, [cell]) == 0
-    costs = [one.cost.wall_ns for one in whole if one.cost]
-    mean = sum(costs) // len(costs)
-    assert ask(whole, [cell, other]) == TYPICAL_CELLS * sum(costs) // len(costs)
-    begun, nearly_over = whole[:2], whole[:-1]
-    assert all(one.cost for one in begun)
-    costs = [one.cost.wall_ns for one in begun if one.cost]
-    assert ask(begun, [cell]) == (TYPICAL_CELLS - 2) * sum(costs) // 2
-    left_ns = ask(nearly_over, [cell])
-    assert left_ns and left_ns < TYPICAL_CELLS * mean
 
 
 def test_an_interrupted_search_goes_on_where_it_was() -> None:

@@ -11,7 +11,7 @@ until one works and one fails. The search then halves the interval between them 
 the cell under the smallest working limit; and measures one cell under a limit 10 % larger.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 from typing import Final
@@ -27,8 +27,6 @@ COARSEST: Final = 0.10
 ROOM: Final = 1.1
 """A search also measures a cell under ``ROOM`` times the floor, to show how long it takes there."""
 KILLED: Final = "killed"
-TYPICAL_CELLS: Final = 7
-"""The expected number of cells in a search for one floor; most searches take 6 to 10 cells."""
 _LEAST_OF_DOCKER: Final = 6 * MIB  # the Docker engine refuses a smaller limit
 # A limit must also cover page tables and the kernel's per-CPU page lists: the floors of copying loads
 # were 4 to 9 MiB above the sampled maximum of anonymous memory for a load of 1.5 GiB.
@@ -214,21 +212,6 @@ def _estimate(first: Result, aim: Aim) -> int | None:
         return sampled + sampled // _PAGE_TABLE_SHARE + _BESIDE_COPIES_BYTES
     # With a smaller limit, the kernel reads ahead less: the load ends, but reads pages repeatedly.
     return sampled + _BESIDE_BYTES + (first.in_flight_bytes if aim is Aim.SURVIVES else 0)
-
-
-def remaining_ns(
-    cells: Sequence[Cell], results: Sequence[Result], within: float, highest: int, aim: Aim
-) -> int | None:
-    """Return the expected time until all searches for floors end; None before the first result. Each
-    search takes about ``TYPICAL_CELLS`` measurements, of the mean time of the earlier ones.
-    """
-    left_ns, times = 0, [result.cost.wall_ns for result in results if result.cost]
-    for cell in cells if times else ():
-        if next_cell(cell, results, within, highest, aim):
-            ours = Floor(cell, results, aim).results
-            own = [result.cost.wall_ns for result in ours if result.cost] or times
-            left_ns += max(TYPICAL_CELLS - len(ours), 1) * sum(own) // len(own)
-    return left_ns if times else None
 
 
 def floors(results: Iterable[Result]) -> list[Floor]:

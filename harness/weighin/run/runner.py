@@ -34,7 +34,7 @@ from weighin.records import floor, run_folder
 from weighin.result import Result
 from weighin.run import commands, interrupts
 from weighin.run.measure import Measured
-from weighin.units import format_bytes, format_duration
+from weighin.units import format_bytes
 
 Following = Callable[[Sequence[Result]], Planned | None]
 """A function that gets the run's results so far and returns the next cell; None ends the run."""
@@ -115,7 +115,6 @@ def search(task: Run, progress: Progress) -> list[Result]:
     within, aim = task.settings.within, task.settings.aim
     assert within is not None
     highest_bytes, _ = cgroup.ram_bytes(task.isolation.name)
-    cells = [planned.cell for planned in task.planned if not planned.skip]
 
     def following(results: Sequence[Result]) -> Planned | None:
         done = {result.cell.id for result in results}
@@ -126,9 +125,7 @@ def search(task: Run, progress: Progress) -> list[Result]:
                 continue
             cell = floor.next_cell(planned.cell, results, within, highest_bytes, aim)
             if results and floor.searched(results[-1].cell) == floor.searched(planned.cell):
-                left_ns = floor.remaining_ns(cells, results, within, highest_bytes, aim)
-                left = f"; about {format_duration(left_ns / 1e9)} left" if left_ns else ""
-                progress.narrowed(said(planned, results, aim) + left)
+                progress.narrowed(said(planned, results, aim))
             if cell is not None:
                 return replace(planned, cell=cell)
         return None
