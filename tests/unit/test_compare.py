@@ -71,11 +71,13 @@ def test_what_is_one_thing_in_each_run_is_said_of_the_run(tmp_path: Path) -> Non
         run_of(tmp_path / "b", make_result(other)),
     ]
     comparison = compare(folders)
-    assert comparison.headings == [
+    assert comparison.json["runs"] == [
         f"A = {folders[0]}: docker, torch 2.13.0",
         f"B = {folders[1]}: process, torch 2.13.0",
     ]
-    assert all(row["compared"][0] for row in comparison.rows if row["metric"] != "peak_cgroup")
+    assert all(
+        row["compared"][0] for row in comparison.json["rows"] if row["metric"] != "peak_cgroup"
+    )
     assert "process" not in markdown(comparison.document).partition("| series")[2]
 
 
@@ -93,7 +95,7 @@ def test_a_run_of_two_kinds_of_machine_says_so_and_is_compared_by_machine(runs: 
         on(grown(), "Grace", "c"),
     )
     by_run = compare([mixed, runs[0]])
-    assert by_run.warnings == [
+    assert by_run.json["warnings"] == [
         "the figures of fleet are from 2 kinds of machine:"
         " weighin compare fleet --by machine compares these",
     ]
@@ -114,20 +116,20 @@ def test_a_run_of_two_kinds_of_machine_says_so_and_is_compared_by_machine(runs: 
 def test_two_to_26_runs_can_be_compared(runs: list[Path], count: int) -> None:
     with pytest.raises(ConfigError, match=rf"cannot compare {count} run{'s' * (count != 1)}\n"):
         compare([runs[0]] * count)
-    assert len(compare([runs[0]] * 26).headings) == 26
-    assert len(compare([runs[0]] * 2).headings) == 2
+    assert len(compare([runs[0]] * 26).json["runs"]) == 26
+    assert len(compare([runs[0]] * 2).json["runs"]) == 2
 
 
 def test_each_later_run_is_compared_with_the_first(runs: list[Path], tmp_path: Path) -> None:
     third = run_of(tmp_path / "third", make_result(make_cell("baseline"), SCRIPTS["streaming"]))
     comparison = compare([*runs, third], ["above_import"])
-    texts = {(row["series"], row["metric"]): row["texts"] for row in comparison.rows}
+    texts = {(row["series"], row["metric"]): row["texts"] for row in comparison.json["rows"]}
     assert texts["streaming", "above_import"] == ["6.450 GiB", "6.770 GiB", None]
     assert texts["streaming", "outcome"] == ["ok", "ok", None]
     assert texts["baseline", "above_import"] == ["6.450 GiB", None, "6.450 GiB"]
     (row,) = [
         one
-        for one in comparison.rows
+        for one in comparison.json["rows"]
         if (one["series"], one["metric"]) == ("baseline", "above_import")
     ]
     first, second = row["compared"]
@@ -152,7 +154,7 @@ def test_a_run_that_is_not_complete_says_so_in_its_heading(tmp_path: Path) -> No
     run_folder.write_plan(tmp_path / "part", [STREAMING, make_cell("baseline")])
     part = run_of(tmp_path / "part", make_result(STREAMING))
     whole = run_of(tmp_path / "whole", make_result(STREAMING))
-    headings = compare([part, whole]).headings
+    headings = compare([part, whole]).json["runs"]
     assert "1 of 2 cells measured" in headings[0]
     assert "cells measured" not in headings[1]
 
@@ -161,7 +163,7 @@ def test_settings_that_changed_are_in_the_heading_of_the_later_run(tmp_path: Pat
     was = make_result(STREAMING)
     now = replace(was, environment=was.environment | {"kernel": "6.19.0", "torch": "3"})
     comparison = compare([run_of(tmp_path / "a", was), run_of(tmp_path / "b", now)])
-    first, second = comparison.headings
+    first, second = comparison.json["runs"]
     assert "kernel" not in first
     assert f"kernel: {was.environment['kernel']} -> 6.19.0" in second
     assert second.count("torch") == 1
@@ -170,11 +172,11 @@ def test_settings_that_changed_are_in_the_heading_of_the_later_run(tmp_path: Pat
 def test_records_are_compared_by_any_setting_whatever_run_they_are_of(runs: list[Path]) -> None:
     more = run_of(Path("more"), at(grown(), "c" * 40, "2.14.0"))
     comparison = compare([*runs, more], ["above_import"], by="torch")
-    assert [one.partition(":")[0] for one in comparison.headings] == [
+    assert [one.partition(":")[0] for one in comparison.json["runs"]] == [
         "A = torch 2.13.0",
         "B = torch 2.14.0",
     ]
-    headings = compare([*runs, more], by="commit").headings
+    headings = compare([*runs, more], by="commit").json["runs"]
     assert [one.partition(":")[0] for one in headings] == [
         f"{letter} = commit {name * 10}" for letter, name in zip("ABC", "abc", strict=True)
     ]
@@ -202,6 +204,6 @@ def test_the_floor_of_a_search_over_time(tmp_path: Path) -> None:
         found = search(floor_mib).results
         run_folder.write_plan(tmp_path / name, [found[0].cell], {"within": 0.01})
         run_of(tmp_path / name, *found)
-    (series,) = history(tmp_path, "floor").series
+    (series,) = history(tmp_path, "floor").json["series"]
     assert [one["median"] for one in series["points"]] == [6800 * MIB, 7100 * MIB]
     assert [one["before"] for one in series["steps"]] == [6800 * MIB]

@@ -76,7 +76,7 @@ def test_two_models_whose_builders_share_a_function_name_are_two_series(
     run_of(tmp_path / "a", ours, other)
     run_of(tmp_path / "b", ours)
     found = history(tmp_path, "peak_rss")
-    assert sorted(len(one["points"]) for one in found.series) == [1, 2]
+    assert sorted(len(one["points"]) for one in found.json["series"]) == [1, 2]
     code, text = typed("compare", tmp_path / "a", tmp_path / "b", "--metrics", "peak_rss", COLUMNS="160")  # fmt: skip
     assert code == 0
     assert "mynets:build" in text

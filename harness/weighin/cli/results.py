@@ -95,8 +95,8 @@ def compare(_: click.Context, typed: dict[str, Any]) -> None:
     runs = typed["runs"]
     with _console.working(f"comparing the figures of {len(runs)} runs"):
         comparison = comparing.compare(runs, _options.names(typed["metrics"]), typed["by"])
-    _console.note(*comparison.warnings)
-    _console.deliver(typed["json"], comparison.as_json(), *comparison.document)
+    _console.note(*comparison.json["warnings"])
+    _console.deliver(typed["json"], comparison.json, *comparison.document)
     if typed["markdown"]:
         _console.write(typed["markdown"], markdown(comparison.document) + "\n")
 
@@ -235,5 +235,5 @@ def history(_: click.Context, typed: dict[str, Any]) -> None:
         from weighin.gate import compare as comparing
 
         found = comparing.history(folder, typed["metric"], typed["series"].split())
-    _console.note(*found.warnings)
-    _console.deliver(typed["json"], found.as_json(), *found.document())
+    _console.note(*found.json["warnings"])
+    _console.deliver(typed["json"], found.json, *found.document)

@@ -30,64 +30,14 @@ _PUBLISHED: Final = "published"  # a folder of this name has the runs that a pro
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Several groups side by side.
+class Found:
+    """A comparison or history for readers, and for programs, whose ``json`` has the warnings."""
 
-    Attributes:
-        rows: for ``--json``, one for each metric of a series: the ``texts`` of all groups, and how the
-            figure of each later group ``compared`` with that of the first.
-        common: the words that all names of series share, and the names in ``rows`` lack.
-    """
-
-    headings: Sequence[str]
-    rows: Sequence[dict[str, Any]]
-    common: str
-    warnings: Sequence[str] = ()
-
-    @property
-    def summary(self) -> str:
-        verdicts = [one["verdict"] for row in self.rows for one in row["compared"] if one]
-        outcomes = [row["texts"] for row in self.rows if row["metric"] == _OUTCOME]
-        failed = sum(
-            was == "ok" and now not in (None, "ok") for was, *later in outcomes for now in later
-        )
-        return (
-            f"{len(verdicts)} figures compared with A: {verdicts.count(LineVerdict.REGRESSED)} larger and"
-            f" {verdicts.count(LineVerdict.IMPROVED)} smaller beyond noise"
-            + (f"; {failed} measurement{'s' * (failed > 1)} no longer ok" if failed else "")
-        )
-
-    @property
-    def table(self) -> Table:
-        """A table with the change from the first group beside each figure of a later one."""
-        rows: list[list[Entry | str]] = []
-        for row in self.rows:
-            entries = [Entry(text or "-") for text in row["texts"]]
-            for place, one in enumerate(row["compared"], 1):
-                if one and one["before"]:
-                    share = f"{(one['now'] - one['before']) / one['before'] * 100:+.1f} %"
-                    kind = KINDS[one["verdict"]] if one["changed_beyond_noise"] else ""
-                    entries[place] = Entry(entries[place].text, share, kind)
-            rows.append([row["series"], row["metric"], *entries])
-        names = (Column(one, is_name=True) for one in ("series", "metric"))
-        return Table("", [*names, *map(Column, ascii_uppercase[: len(self.headings)])], rows)
-
-    @property
-    def document(self) -> Document:
-        common = [f"all: {self.common}"] if self.common else []
-        parts = Lines("", self.headings), self.table, Lines("", common, "dim")
-        return [*parts, Lines("", [self.summary], "result")]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "runs": self.headings,
-            "common": self.common,
-            "rows": self.rows,
-            "warnings": self.warnings,
-        }
+    document: Document
+    json: dict[str, Any]
 
 
-def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run") -> Comparison:
+def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run") -> Found:
     """Compare the first group of results with each later group.
 
     Series with equal names are compared. Words that are the same in all names of one group, such as
@@ -97,6 +47,8 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
     """
     runs = [read_runs([folder]) for folder in folders]
     groups = runs if by == "run" else _split(runs, by)
+    if not 2 <= len(groups) <= len(ascii_uppercase):
+        raise _incomparable(groups, by)
     warnings = [
         f"the figures of {run.name} are from {count} kinds of machine:"
         f" weighin compare {quote(run.name)} --by machine compares these"
@@ -104,20 +56,6 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
         if by == "run" and (count := len({*map(fingerprint, run.environments)})) > 1
     ]
     warnings += [text for run in runs for text in run.warnings]
-    if not 2 <= len(groups) <= len(ascii_uppercase):
-        if by == "run":
-            raise ConfigError(
-                f"cannot compare {len(groups)} run{'s' * (len(groups) != 1)}",
-                "name two or more folders of runs: weighin compare results/RUN_A results/RUN_B",
-            )
-        known = {"run", "machine", "commit", *(name for one in groups for name in one.environment)}
-        if by not in known:
-            raise UnknownName("setting", by, known)
-        found = ", ".join(group.name for group in groups[:5])
-        raise ConfigError(
-            f"cannot compare by {by}: the records have {len(groups)} of it{': ' * bool(found)}{found}",
-            f"name runs of which it differs, or leave out --by {by}",
-        )
 
     # The places in names at which each group has a single word, but the groups differ.
     words = [
@@ -156,7 +94,32 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
         facts += [str(change) for change in changes if change.name != "torch"]
         about = ", ".join(facts) or "environment unknown"
         headings.append(one_line(f"{letter} = {group.name}: {about}"))
-    return Comparison(headings, rows, common, [*dict.fromkeys(warnings)])
+    warnings = [*dict.fromkeys(warnings)]
+    return Found(
+        [
+            Lines("", headings),
+            _table(rows, len(groups)),
+            Lines("", [f"all: {common}"] if common else [], "dim"),
+            Lines("", [_summary(rows)], "result"),
+        ],
+        {"runs": headings, "common": common, "rows": rows, "warnings": warnings},
+    )
+
+
+def _incomparable(groups: Sequence[Group], by: str) -> ConfigError:
+    if by == "run":
+        return ConfigError(
+            f"cannot compare {len(groups)} run{'s' * (len(groups) != 1)}",
+            "name two or more folders of runs: weighin compare results/RUN_A results/RUN_B",
+        )
+    known = {"run", "machine", "commit", *(name for one in groups for name in one.environment)}
+    if by not in known:
+        return UnknownName("setting", by, known)
+    found = ", ".join(group.name for group in groups[:5])
+    return ConfigError(
+        f"cannot compare by {by}: the records have {len(groups)} of it{': ' * bool(found)}{found}",
+        f"name runs of which it differs, or leave out --by {by}",
+    )
 
 
 def _split(runs: Sequence[Group], by: str) -> list[Group]:
@@ -188,94 +151,65 @@ def _split(runs: Sequence[Group], by: str) -> list[Group]:
 def _rows(
     name: str, series: Sequence[Series | None], metrics: Sequence[Metric]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for the outcomes unless all are ok, and one for each metric."""
-    texts = [each.outcome if each else None for each in series]
-    compared: list[dict[str, Any] | None] = [None] * (len(series) - 1)
-    if any(text != "ok" for text in texts):
-        yield {"series": name, "metric": _OUTCOME, "texts": texts, "compared": compared}
+    """Yield a row for the outcomes unless all are ok, and one for each metric: the ``texts`` of all groups,
+    and how the figure of each later group ``compared`` with that of the first.
+    """
+
+    def row(
+        title: str, texts: Sequence[str | None], compared: Sequence[dict[str, Any] | None]
+    ) -> dict[str, Any]:
+        return {"series": name, "metric": title, "texts": texts, "compared": compared}
+
+    outcomes = [each.outcome if each else None for each in series]
+    if any(text != "ok" for text in outcomes):
+        yield row(_OUTCOME, outcomes, [None] * (len(series) - 1))
     for metric in metrics:
         first, *others = [each.figures.get(metric.name) if each else None for each in series]
-        compared = []
+        compared: list[dict[str, Any] | None] = []
         for other in others:
             if not (first and other):
                 compared.append(None)
                 continue
             line = judge_figure(name, metric, metric.tolerance, first, other)
-            is_noise = line.verdict is LineVerdict.SAME
             figures = {"unit": metric.unit, "before": line.was, "now": line.now}
+            is_noise = line.verdict is LineVerdict.SAME
             compared.append(
                 figures | {"changed_beyond_noise": not is_noise, "verdict": line.verdict}
             )
         texts = [metric.text(one.median) if one else None for one in (first, *others)]
         if any(texts):
-            yield {"series": name, "metric": metric.title, "texts": texts, "compared": compared}
+            yield row(metric.title, texts, compared)
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """One metric in several runs, the oldest first.
-
-    Attributes:
-        runs, series: for ``--json``. A series has the ``points`` of the runs that measured it, the
-            ``steps`` where the metric left its level, and the ``outcome_changes``.
-        moved: the settings of machine and software that differ from the run before, by the run's name.
-    """
-
-    metric: Metric
-    runs: Sequence[dict[str, str]]
-    series: Sequence[dict[str, Any]]
-    moved: dict[str, list[str]]
-    warnings: Sequence[str]
-
-    def document(self) -> Document:
-        """Return a table of each series' first and last figure, and a line for each change."""
-        metric, rows, changes = self.metric, [], []
-        commits = {run["run"]: run["commit"] for run in self.runs}
-        earlier = {after["run"]: before["commit"] for before, after in pairwise(self.runs)}
-        for one in self.series:
-            name, points = one["series"], one["points"]
-            known = [point["median"] for point in points if point["median"] is not None]
-            ends = [metric.text(known[0]), metric.text(known[-1]), metric.change(known[0], known[-1])] if known else ["-"] * 3  # fmt: skip
-            rows.append([name, str(len(points)), *ends])
-            for run, was, now in (step.values() for step in one["steps"]):
-                text = f"{name}: {metric.change(was, now)} since {run} ({metric.text(was)} -> {metric.text(now)})"
-                if commits[run] and commits[run] != earlier[run]:
-                    text += f", commit {earlier[run] or 'unknown'} -> {commits[run]}"
-                changes.append(text)
-            ended = (change.values() for change in one["outcome_changes"])
-            changes += [f"{name}: {was} -> {now} since {run}" for run, was, now in ended]
-        moved = [
-            f"machine or software changed since {run}: {'; '.join(texts)}"
-            for run, texts in self.moved.items()
-        ]
-        notes = [
-            f"{metric.name}: {'exact' if metric.exact else 'sampled'}; each figure is the median of a run's"
-            " ok repeats. A step is a lasting change beyond the tolerance of weighin check."
-        ]
-        if metric.unit == "ns":
-            notes.append(
-                "Times of different runs differ for many reasons, so a step of a time proves nothing alone."
-            )
-        heads, title = ("series", "runs", "first", "last", "change"), f"{metric.title} over {len(self.runs)} runs"  # fmt: skip
-        return [
-            Table.of(heads, rows, title=title),
-            Lines("", changes or ["no step: no series changed its level"]),
-            Lines("", moved, "warning"),
-            Lines("", notes, "dim"),
-        ]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "metric": self.metric.name,
-            "unit": self.metric.unit,
-            "runs": self.runs,
-            "series": self.series,
-            "warnings": self.warnings,
-            "files": [],  # of the pictures that earlier versions drew
-        }
+def _table(rows: Sequence[dict[str, Any]], groups: int) -> Table:
+    """Return a table with the change from the first group beside each figure of a later one."""
+    shown: list[list[Entry | str]] = []
+    for row in rows:
+        entries = [Entry(text or "-") for text in row["texts"]]
+        for place, one in enumerate(row["compared"], 1):
+            if one and one["before"]:
+                share = f"{(one['now'] - one['before']) / one['before'] * 100:+.1f} %"
+                kind = KINDS[one["verdict"]] if one["changed_beyond_noise"] else ""
+                entries[place] = Entry(entries[place].text, share, kind)
+        shown.append([row["series"], row["metric"], *entries])
+    names = (Column(one, is_name=True) for one in ("series", "metric"))
+    return Table("", [*names, *map(Column, ascii_uppercase[:groups])], shown)
 
 
-def history(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
+    verdicts = [one["verdict"] for row in rows for one in row["compared"] if one]
+    outcomes = [row["texts"] for row in rows if row["metric"] == _OUTCOME]
+    failed = sum(
+        was == "ok" and now not in (None, "ok") for was, *later in outcomes for now in later
+    )
+    return (
+        f"{len(verdicts)} figures compared with A: {verdicts.count(LineVerdict.REGRESSED)} larger and"
+        f" {verdicts.count(LineVerdict.IMPROVED)} smaller beyond noise"
+        + (f"; {failed} measurement{'s' * (failed > 1)} no longer ok" if failed else "")
+    )
+
+
+def history(folder: Path, metric: str, words: Sequence[str] = ()) -> Found:
     """Return a metric over every run below ``folder``, of the series whose names have all ``words``.
 
     Runs below a folder "published" are left out, unless ``folder`` itself is or lies in it.
@@ -283,7 +217,7 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     chosen, repair = named(metric), "name a folder that contains runs, such as results"
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", repair)
-    runs, warnings, left_out = [], [], Counter[Path]()
+    runs, warnings, left_out = list[Group](), list[str](), Counter[Path]()
     for path in sorted(folder.rglob(run_folder.RECORDS)):
         parts = path.relative_to(folder).parts
         if _PUBLISHED in parts:
@@ -307,28 +241,35 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
         raise ConfigError(why, f"{repair}, or the folder of one run")
     runs.sort(key=lambda run: (run.started_at, run.name))
     names = dict.fromkeys(name for run in runs for name in run.series)
-    series = [_over_time(name, runs, chosen) for name in names if all(word in name for word in words)]  # fmt: skip
-    series = [one for one in series if one["points"]]
+    found = [
+        _over_time(name, runs, chosen) for name in names if all(word in name for word in words)
+    ]
+    series = [one for one in found if one["points"]]
     if not series:
         raise ConfigError(
             f"no series in the runs of {folder} has {' and '.join(map(repr, words))} in its name",
             "leave --series out to see the names of all series",
         )
     series.sort(key=lambda one: (-len(one["steps"] + one["outcome_changes"]), one["series"]))
-    moved, about = dict[str, list[str]](), []
-    for before, after in pairwise(runs):
-        found = differences(before.environment, after.environment, {})
-        if texts := [str(one) for one in found if one.was is not None and one.now is not None]:
-            moved[after.name] = texts
+    about = []
     for run in runs:
         commit, torch = (str(run.environment.get(one) or "") for one in ("git_commit", "torch"))
-        commit = commit[: _COMMIT_LENGTH - 1] + "+" * bool(
-            commit and run.environment.get("git_dirty")
-        )
-        about.append(
-            {"run": run.name, "started_at": run.started_at, "commit": commit, "torch": torch}
-        )
-    return History(chosen, about, series, moved, warnings)
+        is_dirty = bool(commit and run.environment.get("git_dirty"))
+        about.append({
+            "run": run.name,
+            "started_at": run.started_at,
+            "commit": commit[: _COMMIT_LENGTH - 1] + "+" * is_dirty,
+            "torch": torch,
+        })  # fmt: skip
+    json = {
+        "metric": chosen.name,
+        "unit": chosen.unit,
+        "runs": about,
+        "series": series,
+        "warnings": warnings,
+        "files": [],  # of the pictures that earlier versions drew
+    }
+    return Found(_changes_over_time(chosen, runs, about, series), json)
 
 
 def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, Any]:
@@ -358,3 +299,49 @@ def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, An
         if was["outcome"] != now["outcome"]
     ]
     return {"series": name, "points": points, "steps": steps, "outcome_changes": changes}
+
+
+def _changes_over_time(
+    metric: Metric,
+    runs: Sequence[Group],
+    about: Sequence[dict[str, str]],
+    series: Sequence[dict[str, Any]],
+) -> Document:
+    """Return a table of each series' first and last figure, and a line for each change."""
+    rows, changes, moved = list[list[str]](), list[str](), list[str]()
+    commits = {run["run"]: run["commit"] for run in about}
+    earlier = {after["run"]: before["commit"] for before, after in pairwise(about)}
+    for one in series:
+        name, known = one["series"], [point["median"] for point in one["points"]]
+        known = [median for median in known if median is not None]
+        ends = [metric.text(known[0]), metric.text(known[-1]), metric.change(known[0], known[-1])] if known else ["-"] * 3  # fmt: skip
+        rows.append([name, str(len(one["points"])), *ends])
+        for run, was, now in (step.values() for step in one["steps"]):
+            text = f"{name}: {metric.change(was, now)} since {run} ({metric.text(was)} -> {metric.text(now)})"
+            if commits[run] and commits[run] != earlier[run]:
+                text += f", commit {earlier[run] or 'unknown'} -> {commits[run]}"
+            changes.append(text)
+        ended = (change.values() for change in one["outcome_changes"])
+        changes += [f"{name}: {was} -> {now} since {run}" for run, was, now in ended]
+    for before, after in pairwise(runs):
+        found = differences(before.environment, after.environment, {})
+        if texts := [str(one) for one in found if one.was is not None and one.now is not None]:
+            moved.append(f"machine or software changed since {after.name}: {'; '.join(texts)}")
+    notes = [
+        f"{metric.name}: {'exact' if metric.exact else 'sampled'}; each figure is the median of a run's"
+        " ok repeats. A step is a lasting change beyond the tolerance of weighin check."
+    ]
+    if metric.unit == "ns":
+        notes.append(
+            "Times of different runs differ for many reasons, so a step of a time proves nothing alone."
+        )
+    heads, title = (
+        ("series", "runs", "first", "last", "change"),
+        f"{metric.title} over {len(runs)} runs",
+    )
+    return [
+        Table.of(heads, rows, title=title),
+        Lines("", changes or ["no step: no series changed its level"]),
+        Lines("", moved, "warning"),
+        Lines("", notes, "dim"),
+    ]
