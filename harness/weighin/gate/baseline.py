@@ -59,9 +59,7 @@ class _Measured(Strict):
 
 class _File(Strict):
     schema_: Annotated[int, Field(alias="schema", ge=1)]
-    metrics: Annotated[dict[str, Annotated[_Tolerance | None, _Off]], _Map] = Field(
-        default_factory=dict
-    )
+    metrics: Annotated[dict[str, Annotated[_Tolerance | None, _Off]], _Map] = Field(default_factory=dict)  # fmt: skip
     budgets: Annotated[list[str], _List] = Field(default_factory=list)
     expect: Annotated[dict[str, str], _Map] = Field(default_factory=dict)
     environment: Annotated[dict[str, Policy], _Map] = Field(default_factory=dict)
@@ -158,9 +156,8 @@ def write(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, _text(new))
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}", "name a file in a writable folder"
-        ) from None
+        message = f"cannot write {path}: {error.strerror}"
+        raise ConfigError(message, "name a file in a writable folder") from None
     before = _text(old).splitlines() if old else []
     return list(unified_diff(before, _text(new).splitlines(), str(path), str(path), n=1, lineterm=""))  # fmt: skip
 
@@ -171,18 +168,13 @@ def _series(one: Series, judged: list[str]) -> dict[str, Any]:
         content["model_bytes"] = one.model_bytes
     if not one.is_ok:
         return content  # a load that was cut off may need more memory than its peak
+    known = {name: one.figures[name] for name in judged if name in one.figures}
     content["figures"] = {
-        name: figure.median
-        if figure.low == figure.high
-        else [figure.low, figure.median, figure.high]
-        for name in judged
-        if (figure := one.figures.get(name))
+        name: each.median if each.low == each.high else [each.low, each.median, each.high]
+        for name, each in known.items()
     }
-    explaining = {
-        METRICS[name].in_phase
-        for name in judged
-        if "save" in METRICS[name].operations or name in one.figures
-    }
+    always = {name for name in judged if "save" in METRICS[name].operations}
+    explaining = {METRICS[name].in_phase for name in always | known.keys()}
     content["phases"] = {
         phase: {key: value for key, value in figures.items() if key in explaining}
         for phase, figures in one.phases.items()

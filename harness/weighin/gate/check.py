@@ -50,10 +50,8 @@ FAILING: Final = _ORDER[: _ORDER.index(LineVerdict.CHANGED)]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The change of one figure in one phase; ``was`` is None if the baseline file lacks the phase.
-
-    ``step`` is ``now`` - ``was``. If ``was`` is None, ``step`` is ``now`` itself for a time, and
-    ``now`` minus the figure of the baseline's highest phase for a size.
+    """The change of one figure in one phase; ``was`` is None if the baseline file lacks the phase: then
+    ``step`` is ``now`` itself for a time, and what it has above the baseline's highest phase for a size.
     """
 
     phase: str
@@ -64,8 +62,6 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The verdict on one item of a check."""
-
     verdict: LineVerdict
     series: str  # its name, or "environment", "budget" or "run"
     what: str  # the metric, budget or setting, or "outcome", "model" or "cells"
@@ -125,8 +121,7 @@ class GateResult:
 @dataclass(frozen=True)
 class Group:
     """Results that are judged together: repeats of a series in different runs count as one series.
-
-    ``incomplete`` tells for each run that lacks records of planned cells which cells are missing.
+    ``incomplete`` are the runs that lack records of planned cells.
     """
 
     name: str
@@ -148,7 +143,6 @@ class Group:
 
     @cached_property
     def environment(self) -> dict[str, Setting]:
-        """Machine and software; a setting that differs between cells has all values: "a | b"."""
         return settings_of(self.environments)
 
     @cached_property
@@ -190,25 +184,24 @@ def check(
     if partial:  # what concerns only planned cells that have no record is left out
         planned = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
         left = planned - measured.series.keys()
-        budgets = tuple(
+        rules = replace(rules, budgets=tuple(
             budget
             for budget in rules.budgets
             if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
-        )
-        rules = replace(rules, budgets=budgets)
+        ))  # fmt: skip
         if baseline:
             series = {name: one for name, one in baseline.series.items() if name not in left}
             baseline = replace(baseline, series=series)
     result = evaluate(baseline, rules, measured.environment, measured.series)
-    failing = []
-    for run, covered in measured.incomplete.items():
-        text = f"{run}: {covered}"
-        if partial:
-            result = replace(result, notes=(*result.notes, text))
-        else:
-            text += f"; {covered.again} measures the rest, --partial judges only this part"
-            failing.append(Line(LineVerdict.MISSING, "run", "cells", text))
-    return replace(result, lines=(*failing, *result.lines))
+    missing = {run: f"{run}: {covered}" for run, covered in measured.incomplete.items()}
+    if partial:
+        return replace(result, notes=(*result.notes, *missing.values()))
+    failing = (
+        f"{text}; {measured.incomplete[run].again} measures the rest, --partial judges only this part"
+        for run, text in missing.items()
+    )
+    lines = (Line(LineVerdict.MISSING, "run", "cells", text) for text in failing)
+    return replace(result, lines=(*lines, *result.lines))
 
 
 def update(
@@ -253,8 +246,7 @@ def evaluate(
 ) -> GateResult:
     """Judge all series by the rules, and by ``baseline`` if it is not None."""
     before = baseline.series if baseline else {}
-    lines, notes, unjudged = list[Line](), list[str](), list[str]()
-    unmet = []
+    lines, notes, unjudged, unmet = list[Line](), list[str](), list[str](), list[Expectation]()
     for rule in rules.expected:
         ends = [one.failures for name, one in series.items() if rule.covers(name)]
         if not ends:
@@ -307,12 +299,12 @@ def _outcome(
         if was and not was.is_ok:
             return Line(LineVerdict.IMPROVED, name, "outcome", f"{was.outcome} -> ok{repair}")
         if lost:
-            text = f"{lost.outcome} expected -> ok{repair}"
-            return Line(LineVerdict.IMPROVED, name, "outcome", text)
+            return Line(
+                LineVerdict.IMPROVED, name, "outcome", f"{lost.outcome} expected -> ok{repair}"
+            )
         if was:
             return Line(LineVerdict.SAME, name, "outcome", "ok", excess=-math.inf)
-        text = "not in the baseline; ok"
-        return Line(LineVerdict.NEW, name, "outcome", text) if is_new else None
+        return Line(LineVerdict.NEW, name, "outcome", "not in the baseline; ok") if is_new else None
 
     accepted = {each.outcome.value for each in expected}
     accepted |= was.failures & {*EXPECTABLE} if was else set()
@@ -344,12 +336,9 @@ def _beside(
     concurrent = CONCURRENT in environment or CONCURRENT in baseline.environment
     if concurrent or spoils_times(changes):
         tolerances = {n: t for n, t in tolerances.items() if METRICS[n].unit != "ns"}
-        if len(tolerances) < len(rules.tolerances):
-            notes.append(
-                "times are not judged: several cells ran at once (jobs)"
-                if concurrent
-                else "times are not judged: the baseline was measured on another machine or with other settings"
-            )
+        why = "the baseline was measured on another machine or with other settings"
+        why = "several cells ran at once (jobs)" if concurrent else why
+        notes += [f"times are not judged: {why}"] if len(tolerances) < len(rules.tolerances) else []
     for name, was in baseline.series.items():
         yield from _figures(name, was, series[name], tolerances) if name in series else ()
         for metric_name, figure in was.figures.items():
@@ -407,9 +396,8 @@ def judge_figure(
     bad, good = (below, above) if tolerance.direction == "higher" else (above, below)
     if tolerance.direction == "both":
         bad, good = max(above, below), -1
-    verdict = LineVerdict.IMPROVED if good > 0 else LineVerdict.SAME
-    if bad > 0:
-        verdict = LineVerdict.REGRESSED
+    worse, better = LineVerdict.REGRESSED, LineVerdict.IMPROVED
+    verdict = worse if bad > 0 else better if good > 0 else LineVerdict.SAME
     return Line(
         verdict,
         name,
@@ -445,18 +433,9 @@ def _budget(budget: Budget, series: Mapping[str, Series], notes: list[str]) -> l
             text = f"no floor was found: {one.no_floor}"
             lines.append(Line(LineVerdict.MISSING, name, what, text))
         elif figure is not None and bound is not None:
-            kept = budget.is_kept(figure.high, bound)
-            line = Line(
-                LineVerdict.SAME if kept else LineVerdict.OVER_BUDGET,
-                name,
-                what,
-                metric=metric,
-                was=bound,
-                now=figure.high,
-                allowed=bound,
-                excess=(figure.high - bound) / max(bound, 1),
-            )
-            lines.append(line)
+            now, excess = figure.high, (figure.high - bound) / max(bound, 1)
+            kept = LineVerdict.SAME if budget.is_kept(now, bound) else LineVerdict.OVER_BUDGET
+            lines.append(Line(kept, name, what, "", metric, bound, now, bound, excess))
         elif one.is_ok:
             lacking.append(name)
     if lacking and lacking != [name for name, one in covered.items() if one.is_ok]:

@@ -25,20 +25,14 @@ from weighin.records.series import STRATEGY, Series, selects
 from weighin.result import BROKEN, Outcome
 
 EXPECTABLE: Final = (
-    Outcome.OOM_KILLED,
-    Outcome.CHILD_KILLED,
-    Outcome.CUDA_OOM,
-    Outcome.TIMEOUT,
-    Outcome.THRASHING,
+    Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.CUDA_OOM, Outcome.TIMEOUT, Outcome.THRASHING,
     Outcome.SKIPPED,
-)
+)  # fmt: skip
 _BUDGET: Final = re.compile(
     r"\s*(?:(?P<selector>\S+?)\s*:)?\s*(?P<metric>\w+)\s*(?P<sign><=|<)\s*(?P<bound>[^<>=]+?)"
     r"(?P<above>\s+above[\s_]import)?\s*"
 )
-_SHARE: Final = re.compile(
-    r"(?:(?P<factor>\d+(?:\.\d*)?|\.\d+)\s*[x*]\s*)?(?P<reference>model|limit)"
-)
+_SHARE: Final = r"(?:(?P<factor>\d+(?:\.\d*)?|\.\d+)\s*[x*]\s*)?(?P<reference>model|limit)"
 _ITEM: Final = re.compile(rf"\s*(?P<selector>.+?)\s*=\s*(?P<outcome>{'|'.join(Outcome)})\s*(?:,|$)")
 _BUDGETS: Final = (
     'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
@@ -55,8 +49,6 @@ _OUTCOMES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Selecting:
-    """A rule for each series that ``selector`` matches."""
-
     selector: str
 
     def covers(self, name: str) -> bool:
@@ -154,7 +146,7 @@ def parse_budget(text: str) -> Budget:
         metric = named("above_import")
     amount, shares = 0, {"model": 0.0, "limit": 0.0}
     for term in match["bound"].split("+"):
-        if share := _SHARE.fullmatch(term.strip()):
+        if share := re.fullmatch(_SHARE, term.strip()):
             if metric.unit != "bytes":
                 raise refused(
                     f": {metric.name} is a time, but {share['reference']} is a size",
@@ -232,11 +224,8 @@ def expectation(selector: str, outcome: str, source: str = "expect") -> Expectat
     if outcome not in {*Outcome}:
         raise ConfigError(f"{source}: {outcome!r} is not one of the outcomes", _OUTCOMES)
     if outcome not in EXPECTABLE:
-        why = (
-            "a failed strategy always fails a check"
-            if outcome in BROKEN
-            else "this outcome says nothing about the strategy"
-        )
+        why = "this outcome says nothing about the strategy"
+        why = "a failed strategy always fails a check" if outcome in BROKEN else why
         shown = f"{source} {selector}={outcome}" if source == "--expect" else f"{source}: {selector}: {outcome}"  # fmt: skip
         raise ConfigError(f"{shown}: {outcome} cannot be an expected outcome: {why}", _OUTCOMES)
     return Expectation(selector, Outcome(outcome), source)

@@ -28,10 +28,8 @@ def summary(result: GateResult) -> str:
     counts = Counter(line.title for line in result.lines)
     titles = [verdict.value for verdict in LineVerdict]
     titles.insert(titles.index(LineVerdict.SAME), WITHIN_BUDGET)
-    words = [f"{counts[title]} {title}" for title in titles if counts[title]]
-    return (
-        f"gate {'failed' if result.failed else 'passed'}: {', '.join(words) or 'nothing to judge'}"
-    )
+    words = ", ".join(f"{counts[title]} {title}" for title in titles if counts[title])
+    return f"gate {'failed' if result.failed else 'passed'}: {words or 'nothing to judge'}"
 
 
 def terminal(result: GateResult, *, whole: bool = False) -> Document:
@@ -104,30 +102,29 @@ def annotations(result: GateResult, file: str | None = None) -> Iterator[str]:
 
 def junit(result: GateResult) -> str:
     """Return JUnit XML (junit-10.xsd): each line is a test case, whose class is the name of the series."""
-    suite = ET.Element(
-        "testsuite",
-        name="weighin check",
-        tests=str(len(result.lines)),
-        failures=str(len(result.failed)),
-        errors="0",
-        skipped="0",
-        time="0",
-    )
+    root, failures = ET.Element("testsuites"), len(result.failed)
+    counts = {
+        "tests": len(result.lines),
+        "failures": failures,
+        "errors": 0,
+        "skipped": 0,
+        "time": 0,
+    }
+    about = {"name": "weighin check"} | {name: str(count) for name, count in counts.items()}
+    suite = ET.SubElement(root, "testsuite", about)
     for line in result.lines:
-        case = ET.SubElement(
-            suite, "testcase", classname=one_line(line.series), name=one_line(line.what), time="0"
+        names, text = (
+            {"classname": one_line(line.series), "name": one_line(line.what)},
+            describe(line),
         )
+        case = ET.SubElement(suite, "testcase", names, time="0")
         if line.fails:
-            failure = ET.SubElement(
-                case, "failure", type=line.verdict.replace(" ", "_"), message=describe(line)
-            )
-            failure.text = describe(line)
-            if line.phases:
-                failure.text = "\n".join(_aligned(_phases(line, line.series)))
+            kind = line.verdict.replace(" ", "_")
+            failure = ET.SubElement(case, "failure", type=kind, message=text)
+            aligned = "\n".join(_aligned(_phases(line, line.series))) if line.phases else ""
+            failure.text = aligned or text
         elif line.verdict is not LineVerdict.SAME:
-            ET.SubElement(case, "system-out").text = f"{line.verdict}: {describe(line)}"
-    root = ET.Element("testsuites")
-    root.append(suite)
+            ET.SubElement(case, "system-out").text = f"{line.verdict}: {text}"
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 

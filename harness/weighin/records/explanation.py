@@ -178,7 +178,9 @@ class Facts:
     @cached_property
     def cause(self) -> Cause | None:
         """What the first rule that holds finds; its place is ``place`` if the rule names none."""
-        cause = next((found for rule in _RULES if (found := rule(self))), None)
+        # The most specific rule comes first.
+        rules = (_copies, _whole_file, _import, _copy_on_write, _held, _growth, _page_cache)
+        cause = next((found for rule in rules if (found := rule(self))), None)
         return cause and replace(cause, place=cause.place or self.place)
 
     def _last_place(self) -> Place | None:
@@ -284,7 +286,8 @@ def _ending(result: Result) -> str:
 
 
 def _need(facts: Facts) -> str:
-    needed, peaks, limit = facts.ran.needed_bytes, facts.result.peaks, facts.result.cell.ram_limit_bytes  # fmt: skip
+    needed, peaks = facts.ran.needed_bytes, facts.result.peaks
+    limit = facts.result.cell.ram_limit_bytes
     if needed is None:
         return ""
     amount = f"{size(needed)} of {_kinds(facts, needed)}"
@@ -388,8 +391,7 @@ def _copies(facts: Facts) -> Cause | None:
     is_read = len(files) == 1 and grown > _WHOLE_SHARE * read_bytes
     copied_bytes = since(one for one in facts.places if one.copies)
     built_bytes = since(one for one in facts.places if one.builds)
-    is_copied = grown > read_bytes + second or (is_read and copied_bytes > begun)
-    copied = place.copies and is_copied
+    copied = place.copies and (grown > read_bytes + second or (is_read and copied_bytes > begun))
     is_beside = built_bytes - grown > read_bytes // 2 and grown > begun
     is_beside = is_beside and (place.runs(_READS) or place.copies)
     if facts.at_peak.anon_bytes >= _LEAST_BYTES and (copied or is_beside):
@@ -589,8 +591,3 @@ def _recommend(facts: Facts, files: Sequence[OpenFile]) -> str:
 def _try(facts: Facts, files: Sequence[OpenFile]) -> str:
     maps = "torch.load(..., mmap=True): " if files[0].path.endswith(_PICKLES) else ""
     return f"Try {maps}{_recommend(facts, files)}"
-
-
-_RULES: Final[Sequence[Callable[[Facts], Cause | None]]] = (  # the most specific first
-    _copies, _whole_file, _import, _copy_on_write, _held, _growth, _page_cache,
-)  # fmt: skip

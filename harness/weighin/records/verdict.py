@@ -48,10 +48,9 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
     is_ok, is_command = outcome is Outcome.OK, cell.operation == "command"
     if limit is None:
         return None
-    if outcome in _KILLED or (result.oom_kills and not is_ok):
-        why = f"the kernel killed {result.oom_kills} of its processes for lack of memory"
-        said_so = result.message or _KILLED[outcome] if outcome in _KILLED else why
-        return Judgement(Verdict.KILLED, said_so)
+    if (why := _KILLED.get(outcome)) or (result.oom_kills and not is_ok):
+        kills = f"the kernel killed {result.oom_kills} of its processes for lack of memory"
+        return Judgement(Verdict.KILLED, (result.message or why) if why else kills)
     if outcome is Outcome.THRASHING:
         return Judgement(Verdict.THRASHES, result.message)
 
@@ -134,6 +133,7 @@ def typical(repeats: Sequence[Result], judgements: Mapping[str, Judgement | None
     def severity(result: Result) -> int:
         judgement, is_ok = judgements[result.cell.id], result.outcome is Outcome.OK
         verdict = judgement.verdict if judgement else Verdict.SURVIVES if is_ok else None
+        # A failure for another reason than memory is None.
         return [Verdict.SURVIVES, Verdict.THRASHES, None, Verdict.KILLED].index(verdict)
 
     by_severity = grouped(repeats, severity)
