@@ -98,9 +98,13 @@ class Sample:
     @property
     def needed_bytes(self) -> int:
         """What the kernel cannot reclaim without swap."""
-        kernel = max((self.kernel_bytes or 0) - (self.kernel_reclaimable_bytes or 0), 0)
         pages = self.anon_bytes + self.shmem_bytes + (self.locked_bytes or 0)
-        return pages + kernel + (self.socket_bytes or 0)
+        return pages + self.kernel_needed_bytes
+
+    @property
+    def kernel_needed_bytes(self) -> int:
+        own = (self.kernel_bytes or 0) - (self.kernel_reclaimable_bytes or 0)
+        return max(own, 0) + (self.socket_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
