@@ -12,15 +12,16 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 from weighin.fleet import cluster as clusters
-from weighin.fleet.cluster import Task
 from weighin.fleet.driver import Driver
+from weighin.fleet.node import Answer
 from weighin.isolation import select
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Node, Planned, Progress, Run
@@ -34,6 +35,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 RECORDS: Final = ROOT / "results" / "published" / "gpt2-xl-8GiB" / "records.jsonl"
 _OBJECT_STORE_BYTES: Final = 80 * 2**20
 _WARM_UP: Final = 200  # cells before the first reading
+
+Task = Callable[[Mapping[str, Any]], Answer]
+"""What Ray runs on a node, in the place of ``weighin.fleet.cluster.run``."""
 
 
 def main() -> None:
@@ -59,7 +63,7 @@ def task_of(seconds: float) -> Task:
     """Return a task that answers a cell with a published record after ``seconds``."""
     template = RECORDS.read_text().splitlines()[0]
 
-    def answer(assignment: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    def answer(assignment: Mapping[str, Any]) -> Answer:
         import time
 
         import ray
@@ -67,8 +71,7 @@ def task_of(seconds: float) -> Task:
         place = ray.get_runtime_context().get_node_id()
         time.sleep(seconds)
         record = json.loads(template) | {"cell": assignment["cell"], "samples_path": None}
-        event = {"event": "record", "record": json.dumps(record), "files": {}}
-        return place, [{"event": "began"}, event]
+        return place, {"began": {}, "record": {"record": json.dumps(record), "files": {}}}
 
     return answer
 
@@ -124,7 +127,7 @@ def run(
         settings = {"strategy_paths": {planned[0].strategy.name: str(planned[0].strategy.path)}}
         run_folder.write_plan(Path(folder), [each.cell for each in planned], settings)
         todo = Run(Path(folder), planned, select.named("process"))
-        with clusters.connected(address, {}, task) as cluster:
+        with patch.object(clusters, "run", task), clusters.connected(address, {}) as cluster:
             found = [
                 Node(place, name, 8 * GIB, 8 * GIB, {"process": "" if number < nodes else "unused"})
                 for number, (place, name) in enumerate(cluster.names().items())

@@ -27,7 +27,7 @@ sys.meta_path.insert(0, Refuses())
 from ray import cloudpickle
 run = cloudpickle.loads(sys.stdin.buffer.read())
 sys.executable = "/bin/false"
-print(run.__globals__["run_here"]({"kind": "describe"}, {})[-1])
+print(run.__globals__["run_here"]({"kind": "describe"}, {}))
 """
 
 
@@ -38,7 +38,7 @@ def test_a_node_without_weighin_can_say_so() -> None:
         capture_output=True,
         check=False,
     )
-    assert answer.stdout == b"{'event': 'ended', 'code': 1, 'stderr': ''}\n", answer.stderr.decode()
+    assert answer.stdout == b"{'ended': {'why': 'exit code 1'}}\n", answer.stderr.decode()
 
 
 class Silent(Cluster):
@@ -52,7 +52,7 @@ class Silent(Cluster):
         living, self.living = self.living, self.living[1:]
         return {each: each for each in living}
 
-    def _future(self, *_: Any, **__: Any) -> Future[Any]:
+    def submit(self, *_: Any, **__: Any) -> Future[Any]:
         return Future()
 
     def stop(self, assignments: Iterable[Future[Any]]) -> None:
@@ -69,10 +69,22 @@ def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch
     silent = Silent(*"ab" * 1000)
     with pytest.raises(ConfigError):
         silent.find()
-    silent._labels, sent = {}, []
-    monkeypatch.setattr(silent, "_future", lambda *about: sent.append(about[1:3]))
-    silent.submit({}, {"c"}, 1)
-    ((where, gpus),) = sent
+    silent._labels, silent._about, asked = {}, {}, []
+
+    class Task:
+        def options(self, *, num_gpus: float, label_selector: dict[str, str]) -> "Task":
+            asked.append((num_gpus, label_selector))
+            return self
+
+        def remote(self, _: object) -> "Task":
+            return self
+
+        def future(self) -> Future[Any]:
+            return Future()
+
+    monkeypatch.setattr(silent, "_task", Task(), raising=False)
+    Cluster.submit(silent, {}, {"c"}, 1)
+    ((gpus, where),) = asked
     assert where["ray.io/node-id"].startswith("!in(") and gpus == 1
     assert set(where["ray.io/node-id"][4:-1].split(",")) == set("abc")
 
@@ -87,9 +99,10 @@ def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("ray.get_runtime_context", Context)
     monkeypatch.setattr("psutil.Process", denied)
-    place, (told,) = cluster.run({"kind": "measure", "monitor": None})
-    assert (place, told["event"], told["exit_code"]) == ("a", "error", 2)
-    assert told["message"] == "weighin does not start on this node: PermissionError('environ')"
+    place, told = cluster.run({"kind": "measure", "monitor": None})
+    assert (place, told["error"]["exit_code"]) == ("a", 2)
+    why = "weighin does not start on this node: PermissionError('environ')"
+    assert told["error"]["message"] == why
 
 
 def test_a_node_has_a_limited_time_to_say_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,14 +83,17 @@ class Crew:
         return able[0], self.answering(node, cell)
 
     def answer(self, done: Future[Answer]) -> Answer:
-        return done.result()
+        try:
+            return done.result()
+        except HarnessError as lost:
+            return "", {"ended": {"why": lost.message}}
 
     def stop(self, futures: Iterable[Future[Answer]]) -> None:
         for each in [*futures]:
             each.cancelled_by.set()  # type: ignore[attr-defined]
         wait([*futures])
 
-    def placed(self, result: Result, place: str) -> Result:
+    def placed(self, result: Result, place: str, _name: str) -> Result:
         return replace(result, environment=result.environment | {"node": place})
 
 
@@ -242,8 +245,7 @@ def test_a_node_that_is_to_stop_has_one_deadline_for_all_that_it_says(
 
     monkeypatch.setattr(fleet_node, "Child", Talks)
     monkeypatch.setattr(fleet_node, "_PATIENCE_S", 0.1)
-    (ended,) = fleet_node.run({}, {}, lambda: True)
-    assert ended["code"] == -9
+    assert fleet_node.run({}, {}, lambda: True) == {"ended": {"why": "exit code -9"}}
 
 
 def test_a_use_on_a_gpu_is_skipped_if_no_node_has_one() -> None:
@@ -310,7 +312,7 @@ def test_a_record_counts_although_the_node_failed_after_it(tmp_path: Path) -> No
 
 
 def test_a_cell_whose_process_died_is_a_failed_measurement(tmp_path: Path) -> None:
-    crew = Crew(lambda *_: {"ended": {"code": -9, "stderr": "Killed"}}, SMALL)
+    crew = Crew(lambda *_: {"ended": {"why": "exit code -9, Killed"}}, SMALL)
     (result,) = run(tmp_path, crew, cells(None)).results
     assert result.outcome is Outcome.MEASUREMENT_FAILED
     assert result.message == "on small: exit code -9, Killed"

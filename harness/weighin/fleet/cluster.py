@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +13,8 @@ import psutil
 
 from weighin import install
 from weighin.child_process import Child
-from weighin.errors import ConfigError, HarnessError, extra
-from weighin.fleet.node import Answer, by_kind, own_code
+from weighin.errors import ConfigError, extra
+from weighin.fleet.node import Answer, own_code
 from weighin.fleet.node import run as run_here
 from weighin.plan.task import Node
 from weighin.result import Result
@@ -29,7 +29,7 @@ with extra("ray", "--engine ray"):
 SLOT: Final = "weighin_slot"
 START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
 """The command that starts a node; add --head for the first node, and --address for the others."""
-_TRIES: Final = 3  # after the third lost node, the cell itself may be the reason
+_RETRIES: Final = 2  # after the third lost node, the cell itself may be the reason
 _NODE_ID: Final = "ray.io/node-id"
 _MONITOR: Final = "RAY_memory_monitor_refresh_ms"
 _WAIT_S: Final = 0.5
@@ -39,12 +39,9 @@ _ANSWER_S: Final = 120.0  # for what a node has
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
     cloudpickle.register_pickle_by_value(sys.modules[_name])
 
-Task = Callable[[Mapping[str, Any]], tuple[str, list[dict[str, Any]]]]
-"""A function that Ray runs on a node, as ``run``."""
 
-
-def run(assignment: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Run an assignment on the node to which Ray copied this function; return its id and the events.
+def run(assignment: Mapping[str, Any]) -> Answer:
+    """Run an assignment on the node to which Ray copied this function; return its id and what it told.
 
     Its process gets the environment with which the node was started: Ray's own workers have variables
     such as OMP_NUM_THREADS that would change the measurement. Ray's memory monitor kills tasks when the
@@ -63,20 +60,18 @@ def run(assignment: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     except Exception as error:  # raised, it would not name the node
         why = f"weighin does not start on this node: {error!r}"
         fix = "see to that node, and start Ray there again"
-    told = {"message": why, "repair": f"{fix}: {START}", "exit_code": 2}
-    return place, [{"event": "error", **told}]
+    return place, {"error": {"message": why, "repair": f"{fix}: {START}", "exit_code": 2}}
 
 
 class Cluster:
     slots = 1
 
-    def __init__(self, labels: Mapping[str, str], task: Task) -> None:
+    def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
-        self._task = ray.remote(num_cpus=0, resources={SLOT: 1})(task)
+        self._task = ray.remote(num_cpus=0, resources={SLOT: 1}, max_retries=_RETRIES)(run)
         config = ray._private.state.state.get_system_config()
         monitor = config.get(_MONITOR.removeprefix("RAY_"))
         self._about = {"weighin": own_code(), "monitor": monitor}
-        self._names: dict[str, str] = {}
         self.gpus: dict[str, float] = {}  # of the living nodes
         self._silent = set[str]()  # the nodes that did not say what they have
 
@@ -89,37 +84,31 @@ class Cluster:
             if self._labels.items() <= labels.items() and place not in self._silent:
                 names[place] = f"{host}/{place[:8]}" if hosts.count(host) > 1 else host
                 self.gpus[place] = each["Resources"].get("GPU", 0)
-        self._names |= names
         return names
 
-    def submit(self, assignment: Mapping[str, Any], without: set[str], gpus: float) -> Future[Any]:
-        """Let Ray run an assignment, as soon as a node is free, but on no node of ``without``."""
-        without = without | self._silent
-        others = {_NODE_ID: f"!in({','.join(without)})"} if without else {}
-        return self._future(assignment, self._labels | others, gpus, _TRIES)
-
-    def _future(
-        self, assignment: Mapping[str, Any], where: dict[str, str], gpus: float, tries: int
+    def submit(
+        self, assignment: Mapping[str, Any], without: Collection[str], gpus: float, only: str = ""
     ) -> Future[Any]:
-        options = self._task.options(max_retries=tries - 1, num_gpus=gpus, label_selector=where)
-        task = options.remote({**self._about, **assignment})
-        future: Future[Any] = task.future()
-        future.task = task  # type: ignore[attr-defined]
+        """Let Ray run an assignment, as soon as a node is free, but on no node of ``without``."""
+        nodes = only or f"!in({','.join({*without, *self._silent})})"
+        where = self._labels if nodes == "!in()" else self._labels | {_NODE_ID: nodes}
+        task = self._task.options(num_gpus=gpus, label_selector=where)
+        reference = task.remote({**self._about, **assignment})
+        future: Future[Any] = reference.future()
+        future.task = reference  # type: ignore[attr-defined]
         return future
 
     def answer(self, done: Future[Any]) -> Answer:
-        """Return the answer to a finished assignment; raise HarnessError if Ray lost all tries."""
+        """Return the answer to a finished assignment, without the id of a node if Ray lost all tries."""
         try:
             place, told = done.result()
         except RayError as lost:
-            raise HarnessError(f"the node was lost: {one_line(str(lost), 200)}") from None
-        events = by_kind(told)
-        if "error" not in events and "began" not in events:
-            why = f"weighin does not run on this node: {events['ended']['stderr']}"
-            fix = "install weighin on that node, in Ray's environment"
-            fix = f"{fix}: {install.command('ray', anywhere=True)}"
-            events["error"] = {"message": why, "repair": fix, "exit_code": 2}
-        return place, events
+            return "", {"ended": {"why": f"the node was lost: {one_line(str(lost), 200)}"}}
+        if not told.keys() & {"error", "began"}:
+            why = f"weighin does not run on this node: {told['ended']['why']}"
+            fix = f"install weighin there, in Ray's environment: {install.command('ray', anywhere=True)}"
+            told["error"] = {"message": why, "repair": fix, "exit_code": 2}
+        return place, told
 
     def stop(self, assignments: Iterable[Future[Any]]) -> None:
         if tasks := [each.task for each in assignments]:  # type: ignore[attr-defined]
@@ -129,32 +118,28 @@ class Cluster:
 
     def find(self) -> list[Node]:
         """Ask all nodes at the same time what they have; return those that can measure."""
-        end_s, alive = time.monotonic() + _ANSWER_S, self.names()
-        tasks = {}
-        for place in alive:
-            about = {"kind": "describe", "is_tested": (), "gpu": self.gpus[place] > 0}
-            tasks[place] = self._future(about, {_NODE_ID: place}, self.gpus[place], tries=1)
+        end_s, names, asked = time.monotonic() + _ANSWER_S, self.names(), {}
+        for place, gpus in self.gpus.items():
+            about = {"kind": "describe", "is_tested": (), "gpu": gpus > 0}
+            asked[place] = self.submit(about, (), gpus, only=place)
         try:
-            while wait([tasks[each] for each in tasks if each in alive], _WAIT_S).not_done:
+            alive: Collection[str] = names
+            while wait([asked[each] for each in asked if each in alive], _WAIT_S).not_done:
                 interrupts.check()
-                alive = self.names() if time.monotonic() < end_s else {}
+                alive = self.names() if time.monotonic() < end_s else ()
         finally:
-            lost = [task for task in tasks.values() if not task.done()]
+            lost = [task for task in asked.values() if not task.done()]
             self.stop(lost)
         found, errors = [], []
-        for place, task in tasks.items():
-            try:
-                events = {} if task in lost else self.answer(task)[1]
-            except HarnessError:
-                continue
-            if has := events.get("node"):
-                del has["event"]
-                found.append(Node(place, self._names[place], **has))
-            elif error := events.get("error"):
-                errors.append({**error, "message": f"{self._names[place]}: {error['message']}"})
-        self._silent = tasks.keys() - {node.id for node in found}
+        for place, task in asked.items():
+            told = {} if task in lost else self.answer(task)[1]
+            if has := told.get("node"):
+                found.append(Node(place, names[place], **has))
+            elif error := told.get("error"):
+                errors.append((f"{names[place]}: {error['message']}", error["repair"]))
+        self._silent = asked.keys() - {node.id for node in found}
         if errors:
-            raise ConfigError("; ".join(each["message"] for each in errors), errors[0]["repair"])
+            raise ConfigError("; ".join(message for message, _ in errors), errors[0][1])
         if not found:
             raise ConfigError(
                 f"no node of the cluster has the resource {SLOT} and all labels of the run",
@@ -163,13 +148,13 @@ class Cluster:
             )
         return found
 
-    def placed(self, result: Result, place: str) -> Result:
-        where = {"node": {"name": self._names.get(place, place), "id": place}} if place else {}
+    def placed(self, result: Result, place: str, name: str) -> Result:
+        where = {"node": {"name": name, "id": place}} if place else {}
         return replace(result, environment=result.environment | where)
 
 
 @contextmanager
-def connected(address: str, labels: Mapping[str, str], task: Task = run) -> Iterator[Cluster]:
+def connected(address: str, labels: Mapping[str, str]) -> Iterator[Cluster]:
     if address.startswith("ray://"):
         raise ConfigError(
             f"address={address} is the address of Ray's client server, through which weighin"
@@ -188,6 +173,6 @@ def connected(address: str, labels: Mapping[str, str], task: Task = run) -> Iter
             f"start a Ray cluster: {START.replace('ray start', 'ray start --head')}",
         ) from None
     try:
-        yield Cluster(labels, task)
+        yield Cluster(labels)
     finally:
         ray.shutdown()

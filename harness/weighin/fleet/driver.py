@@ -50,8 +50,9 @@ class Driver:
     ) -> None:
         self._crew, self._task, self._progress = crew, task, progress
         self._names = self._alive = {n.id: n.name for n in nodes}
-        self._left_out = {n.id for n in nodes if n.isolations[task.isolation.name]}
-        self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
+        unable = [n.id for n in nodes if n.isolations[task.isolation.name]]
+        none_can = NoNodeLeft(f"none can use {task.isolation.name}")
+        self._left_out: dict[str, HarnessError] = dict.fromkeys(unable, none_can)
         self._waiting = {Demand.of(each.cell): deque[Planned]() for each in task.planned}
         # Why nodes cannot run cells of a demand: never, or with what they had free at the last cell.
         self._short = {
@@ -61,35 +62,34 @@ class Driver:
         self._asks_again = True
         self._running: dict[Future[Any], tuple[Planned, Demand, float]] = {}
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
+        self._code = {n: value for n, value in environment.code().items() if n.startswith("git_")}
 
     def run(self) -> Sequence[Result]:
-        task = self._task
-        self._code = {n: value for n, value in environment.code().items() if n.startswith("git_")}
+        task, settings = self._task, self._task.settings
         # A node finds a strategy that is part of weighin in its own installation.
-        own = {str(info.path) for info in registry.strategies(task.settings.operation).values()}
-        paths = {n: "" if p in own else p for n, p in task.settings.strategy_paths.items()}
+        own = {str(info.path) for info in registry.strategies(settings.operation).values()}
+        paths = {n: "" if p in own else p for n, p in settings.strategy_paths.items()}
         ours = {"strategy_paths": paths, "shard": None, "engine": {}}
-        self._assignment = {
-            "kind": "measure",
-            "settings": task.settings.model_copy(update=ours).as_json(),
-            "patience_s": min(task.patience_s, 1e9),  # JSON has no infinity
-        }
         with (
             runner.discarding(task),
             runner.only_writer(task.folder),
             interrupts.stoppable(),
             interrupts.put_off(),
         ):
-            results = task.begin()
-            todo = {c.id for c in run_folder.pending([p.cell for p in task.planned], results)}
-            for planned in task.planned:
-                if planned.cell.id in todo and planned.skip:
+            todo = {c.id for c in run_folder.pending([p.cell for p in task.planned], task.begin())}
+            limits = set[tuple[int | None, int]]()
+            for planned in (each for each in task.planned if each.cell.id in todo):
+                if planned.skip:
                     self._record(skipped(planned, {}))
-                elif planned.cell.id in todo:
+                else:
                     self._waiting[Demand.of(planned.cell)].append(planned)
-            waiting = [each.cell for cells in self._waiting.values() for each in cells]
-            limits = {(each.ram_limit_bytes, each.ranks) for each in waiting}
-            self._assignment["limits"] = list(limits)
+                    limits.add((planned.cell.ram_limit_bytes, planned.cell.ranks))
+            self._assignment = {
+                "kind": "measure",
+                "settings": settings.model_copy(update=ours).as_json(),
+                "patience_s": min(task.patience_s, 1e9),  # JSON has no infinity
+                "limits": list(limits),
+            }
             try:
                 self._run()
             finally:
@@ -113,16 +113,15 @@ class Driver:
                 self._take(done, *self._running.pop(done)[:2])
 
     def _able(self, demand: Demand, gpus: float = 0) -> set[str]:
-        places = self._alive.keys() - self._left_out - self._short[demand].keys()
+        places = self._alive.keys() - self._left_out.keys() - self._short[demand].keys()
         least = max(gpus, demand.device != "cpu")
         return {place for place in places if self._crew.gpus.get(place, 0) >= least}
 
     def _look(self) -> None:
         """Look which nodes were lost, and which have joined; take back the cells that no node can run."""
-        alive = self._crew.names()
-        lost = self._alive.keys() - alive.keys()
-        self._alive, self._names = alive, self._names | alive
-        for place in lost - self._left_out:
+        lost, self._alive = self._alive, self._crew.names()
+        self._names = self._names | self._alive
+        for place in lost.keys() - self._alive.keys():
             self._leave_out(place, HarnessError("the node was lost", "add a node"))
         for task, (planned, demand, gpus) in list(self._running.items()):
             # The other jobs of this machine end their cells.
@@ -139,61 +138,53 @@ class Driver:
             for planned in [cells.popleft() for _ in range(min(len(cells), free))]:
                 told = {"cell": asdict(planned.cell), "is_tested": [*self._tested]}
                 gpus = min(self._crew.gpus.get(place, 0) for place in able)
-                without = self._left_out | self._short[demand].keys()
+                without = self._left_out.keys() | self._short[demand].keys()
                 task = self._crew.submit({**self._assignment, **told}, without, gpus)
                 self._running[task] = planned, demand, gpus
                 self._progress.starting(planned.cell)
 
     def _take(self, done: Future[Any], planned: Planned, demand: Demand) -> None:
         cell = planned.cell
-        try:
-            place, events = self._crew.answer(done)
-        except HarnessError as lost:
-            self._fail(cell, "", lost.message)
-            return
+        place, told = self._crew.answer(done)
         self._names = {place: place} | self._names  # of a node that has just joined
-        record, short, error = (events.get(kind) for kind in ("record", "short", "error"))
-        if record:
+        name = self._names[place]
+        if record := told.get("record"):
             self._tested.add(place)
             self._write(cell, record["files"])
-            where = f"a record from the node {self._names[place]}"
-            result = replace(run_folder.parse(Result, record["record"].encode(), where), cell=cell)
-            self._record(self._crew.placed(result, place))
-        elif short or error:
+            text = record["record"].encode()
+            result = run_folder.parse(Result, text, f"a record from the node {name}")
+            self._record(self._crew.placed(replace(result, cell=cell), place, name))
+        elif "short" in told or "error" in told:
             self._waiting[demand].appendleft(planned)
         else:
-            code, stderr = events["ended"]["code"], one_line(events["ended"]["stderr"])
-            why = f"exit code {code}" + (f", {stderr}" if stderr else "")
-            self._fail(cell, place, f"on {self._names[place]}: {why}")
-        if short:
-            has = {name: value for name, value in short.items() if name != "event"}
-            there = Node(place, self._names[place], **has)
-            self._short[demand][place] = demand.obstacle(there, is_now=True)
-        if error and place not in self._left_out:
-            told = {name: error[name] for name in ("message", "repair", "exit_code")}
-            self._leave_out(place, HarnessError(**told))
+            now = datetime.now(UTC).isoformat("T", "milliseconds")
+            why = one_line(told["ended"]["why"])
+            message = f"on {name}: {why}" if place else why
+            failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, message, started_at=now)
+            self._record(self._crew.placed(failed, place, name))
+        if short := told.get("short"):
+            self._short[demand][place] = demand.obstacle(Node(place, name, **short), is_now=True)
+        if error := told.get("error"):
+            self._leave_out(place, HarnessError(**error))
 
     def _leave_out(self, place: str, error: HarnessError) -> None:
-        message = f"{self._names[place]}: {error.message}"
-        self._progress.preparing(f"no further cell for {message}", None)
-        self._trouble = HarnessError(message, error.repair, exit_code=error.exit_code)
-        self._left_out.add(place)
+        if place not in self._left_out:
+            message = f"{self._names[place]}: {error.message}"
+            self._progress.preparing(f"no further cell for {message}", None)
+            told = HarnessError(message, error.repair, exit_code=error.exit_code)
+            self._left_out[place] = told
 
     def _stuck(self) -> HarnessError:
         left = sum(map(len, self._waiting.values()))
         waiting = f"{left} cell{'s' * (left > 1)} cannot run"
-        if not (nodes := self._alive.keys() - self._left_out):
-            message, last = f"{waiting}, no node is left: {self._trouble.message}", self._trouble
+        if not (nodes := self._alive.keys() - self._left_out.keys()):
+            *_, last = self._left_out.values()
+            message = f"{waiting}, no node is left: {last.message}"
             return NoNodeLeft(message, last.repair, exit_code=last.exit_code)
         demand = next(demand for demand, cells in self._waiting.items() if cells)
         short, no_gpu = self._short[demand], f"has no {demand.device}"
         reasons = "; ".join(sorted(short.get(n, f"{self._names[n]} {no_gpu}") for n in nodes))
         return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
-
-    def _fail(self, cell: Cell, place: str, message: str) -> None:
-        now = datetime.now(UTC).isoformat("T", "milliseconds")
-        failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, message=message, started_at=now)
-        self._record(self._crew.placed(failed, place))
 
     def _record(self, result: Result) -> None:
         result = replace(result, environment=result.environment | self._code)
@@ -233,11 +224,11 @@ class Jobs:
             LOCK_VARIABLE: f"{runner.lock_name()}.{job}",
             "WEIGHIN_CACHE": str(self._caches / job),
         }
-        told = {**assignment, "is_tested": self._is_tested}  # as it is when the cell begins
+        assignment = {**assignment, "is_tested": self._is_tested}  # as it is when the cell begins
         variables = child_process.environment(inherit=False) | own
-        events = node.by_kind(node.run(told, variables, self._stopped.is_set))
-        self._is_tested |= "record" in events
-        return _HERE, events
+        told = node.run(assignment, variables, self._stopped.is_set)
+        self._is_tested |= "record" in told
+        return _HERE, told
 
     def answer(self, done: Future[node.Answer]) -> node.Answer:
         return done.result()
@@ -250,10 +241,9 @@ class Jobs:
         return {_HERE: _HERE}
 
     def node(self) -> Node:
-        total, free = cgroup.ram_bytes(self._isolation)
-        return Node(_HERE, _HERE, total, free, {self._isolation: ""})
+        return Node(_HERE, _HERE, *cgroup.ram_bytes(self._isolation), {self._isolation: ""})
 
-    def placed(self, result: Result, _: str) -> Result:
+    def placed(self, result: Result, *_: object) -> Result:
         told = f"up to {self.slots} cells ran at once (jobs): times are not comparable"
         environment = result.environment | {CONCURRENT: self.slots}
         return replace(result, environment=environment, warnings=(*result.warnings, told))
@@ -272,26 +262,20 @@ def run_jobs(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
 
 
 def check_jobs(task: Run, jobs: int) -> None:
-    cells = [each.cell for each in task.planned if not each.skip]
-    if task.settings.checkpoint or task.settings.checkpoints or task.settings.storage:
+    settings, cells = task.settings, [each.cell for each in task.planned if not each.skip]
+    if settings.checkpoint or settings.checkpoints or settings.storage:
         raise ConfigError(
-            "jobs with --checkpoint or storage: all cells would read the same files. The kernel"
-            " charges a page of a file only to the cell that read it first, so that the figures"
-            " of the other cells would be too small",
+            "jobs with --checkpoint or storage: all cells would read the same files, whose pages the"
+            " kernel charges only to the cell that reads them first",
             "leave jobs out, or --checkpoint and storage",
         )
-    if task.settings.steady or any(cell.needs_gpu for cell in cells):
-        raise ConfigError(
-            "with jobs, weighin measures only the memory of cells on the CPU, without steady",
-            "leave jobs out",
-        )
-    limits = [cell.ram_limit_bytes for cell in cells if cell.ram_limit_bytes is not None]
+    if settings.steady or any(each.needs_gpu for each in cells):
+        why = "with jobs, weighin measures only the memory of cells on the CPU, without steady"
+        raise ConfigError(why, "leave jobs out")
+    limits = [each.ram_limit_bytes for each in cells if each.ram_limit_bytes is not None]
     if len(limits) < len(cells):
-        raise ConfigError(
-            "jobs needs a RAM limit for each cell, because cells that run at once could take"
-            " memory from each other",
-            "add --ram, or leave jobs out",
-        )
+        why = "jobs needs a RAM limit for each cell: cells that run at once could take each other's memory"
+        raise ConfigError(why, "add --ram, or leave jobs out")
     needed, (_, free) = sum(sorted(limits)[-jobs:]), cgroup.ram_bytes(task.isolation.name)
     if needed > free:
         raise ConfigError(

@@ -23,15 +23,14 @@ def settings(name: str, address: str, labels: Mapping[str, str], jobs: int = 1) 
     """Return an engine's settings for plan.json; empty if this machine runs the cells one by one."""
     if name not in NAMES:
         raise UnknownName("engine", name, NAMES)
-    key = "address" if address else "labels" if labels else ""
-    if name == "local" and key:
-        repair = f"add --engine ray, or leave {key} out"
-        raise ConfigError(f"{key} has an effect only with --engine ray", repair)
     if name == "ray" and jobs > 1:
         why = "jobs is for one machine, because each node of a cluster runs one cell at a time"
         raise ConfigError(why, "leave jobs out")
     if name == "ray":
         return {"name": name, "address": address or "auto", "labels": dict(labels)}
+    if key := "address" if address else "labels" if labels else "":
+        repair = f"add --engine ray, or leave {key} out"
+        raise ConfigError(f"{key} has an effect only with --engine ray", repair)
     return {"name": name, "jobs": jobs} if jobs > 1 else {}
 
 

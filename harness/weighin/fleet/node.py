@@ -1,17 +1,16 @@
 """Measure one cell on this machine, or describe the machine: ``python -m weighin.fleet.node``.
 
 ``run`` starts this process, and sends it the assignment. When ``run`` sends the event ``stop``, or ends, this
-process stops the measurement and cleans up. It sends these events:
+process stops the measurement and cleans up. It sends at most one of each of these events:
 
 began   nothing: weighin runs here
 record  record: a line of records.jsonl; files: the run's others, by path
 short   ram_bytes, free_ram_bytes, gpu_bytes: less than the cell needs; the cell was not begun
 node    what the machine has
 error   message, repair, exit_code
-ended   code, stderr: how this process ended, and its last line; added by ``run``
+ended   why: how this process ended, and its last line; added by ``run``
 
-A command that this process measures has no input and no terminal: its output goes to this process's
-standard error, a pipe.
+A command that this process measures has no input; its output goes to this process's standard error.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -38,8 +37,10 @@ from weighin.result import SCHEMA
 from weighin.run import interrupts, runner
 from weighin.suite import registry
 
-Answer = tuple[str, dict[str, dict[str, Any]]]
-"""The id of a node, and its events by their kind; it sends one of a kind."""
+Told = dict[str, dict[str, Any]]
+"""The fields of the events of one assignment, by the names of the events."""
+Answer = tuple[str, Told]
+"""The id of a node, and what it told."""
 
 _FREE_S: Final = 30.0  # for free RAM, in which another cell of the node may end
 _PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
@@ -51,20 +52,19 @@ def run(
     assignment: Mapping[str, Any],
     variables: Mapping[str, str],
     is_stopped: Callable[[], bool] = lambda: False,
-) -> list[dict[str, Any]]:
-    """Run an assignment in a process of its own, and return its events; the process ends with ``run``. Ray copies
+) -> Told:
+    """Run an assignment in a process of its own, which ends with ``run``; return its events. Ray copies
     this function by value, with what it uses of ``child_process``: it needs only the standard library, so
     that a node without weighin can report that.
     """
-    process = Child(module("weighin.fleet.node"), variables)
-    events = []
+    process, told = Child(module("weighin.fleet.node"), variables), Told()
     try:
         process.send("assignment", **assignment)
         while not is_stopped():
             with contextlib.suppress(TimeoutError):
                 if (event := process.receive(_PAUSE_S)) is None:
                     break
-                events.append(event)
+                told[event.pop("event")] = event
     finally:
         process.send("stop")
         end_s = time.monotonic() + _PATIENCE_S
@@ -75,11 +75,8 @@ def run(
         with contextlib.suppress(TimeoutError):
             process.close()
         code = process.wait()
-    return [*events, {"event": "ended", "code": code, "stderr": last_line(process.printed)}]
-
-
-def by_kind(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {event["event"]: event for event in events}
+    why = [f"exit code {code}", last_line(process.printed)]
+    return {**told, "ended": {"why": ", ".join(filter(None, why))}}
 
 
 def own_code() -> str:
@@ -124,8 +121,7 @@ def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
             select.named(name).check()
         except HarnessError as error:
             broken[name] = f"{error.message} ({error.repair})"
-    has = _memory("cgroup", gpu=assignment["gpu"])
-    driver.send("node", **has, isolations=broken)
+    driver.send("node", **_memory("cgroup", gpu=assignment["gpu"]), isolations=broken)
 
 
 def _memory(isolation: str, *, gpu: bool) -> dict[str, Any]:
@@ -139,8 +135,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
     cell, settings = assignment["cell"], assignment["settings"]
     if paths := settings.get("strategy_paths"):
         own = registry.strategies(cell["operation"])
-        found = {name: path or str(own[name].path) for name, path in paths.items()}
-        settings["strategy_paths"] = found
+        settings["strategy_paths"] = {n: path or str(own[n].path) for n, path in paths.items()}
     with staging.own_folder(staging.folder() / "fleet") as folder:
         plan = {"schema": SCHEMA, "cells": [cell], "settings": settings}
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
