@@ -1,17 +1,14 @@
 """Mount a folder a second time through FUSE, read-only, with the rate and the latency of a slower disk.
 
-    python -m weighin.slow_disk FOLDER MOUNTPOINT --rate 200MB/s --latency 5ms
-
 The answer to a request is due after the time of its bytes at the rate, plus the latency. All requests
 share the rate, but their latencies pass at the same time. FUSE divides a read into requests of at most
 128 KiB. The real files are read with direct reads, so that they do not fill the page cache; the mounted
-files have one as on any disk. SIGINT and SIGTERM unmount the folder.
+files have one as on any disk.
 
-``Mount`` starts this program with ``--name``: it then reports when the folder is mounted, answers each
-event of its parent with the reads that still wait, and unmounts the folder when its parent ends.
+``Mount`` starts this module as a program. It reports when the folder is mounted, answers each event of
+its parent with the reads that still wait, and unmounts the folder when its parent ends.
 """
 
-import argparse
 import contextlib
 import ctypes
 import errno
@@ -24,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from ctypes.util import find_library
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from mmap import MAP_PRIVATE, PAGESIZE, mmap
 from pathlib import Path
@@ -35,15 +32,7 @@ from weighin.child_process import Parent, last_line
 from weighin.errors import IsolationUnavailable
 from weighin.probes import mounts
 from weighin.probes.cgroup import is_left_behind, owned_name
-from weighin.units import (
-    KIB,
-    format_latency,
-    format_rate,
-    format_seconds,
-    parse_bytes,
-    parse_rate,
-    parse_seconds,
-)
+from weighin.units import KIB, format_latency, format_rate, format_seconds
 
 LARGEST_READ_BYTES: Final = 128 * KIB  # of one request in libfuse 2
 _DEVICE: Final = Path("/dev/fuse")
@@ -96,16 +85,13 @@ class Mount:
         # Mode 0700: a parent folder of ``source`` may keep other users out, but not from this mount.
         self.folder.parent.mkdir(mode=0o700, parents=True)
         self.folder.mkdir()
-        given = [f"--name={name}", str(self._source), str(self.folder)]
-        if pace.bytes_per_s:
-            given.append(f"--rate={format_rate(pace.bytes_per_s)}")
-        if pace.latency_ns:
-            given.append(f"--latency={format_latency(pace.latency_ns)}")
-        if pace.stall_from_bytes:
-            given.append(f"--stall-from={pace.stall_from_bytes}")
-        command = child_process.module("weighin.slow_disk", *given)
+        command = child_process.module("weighin.slow_disk")
         self._child = child_process.Child(command, child_process.environment())
-        self.pid = self._child.pid
+        self.pid, places = (
+            self._child.pid,
+            {"source": str(self._source), "folder": str(self.folder)},
+        )
+        self._child.send("mount", name=name, **places, pace=asdict(pace))
         self._device: int | None = None
         is_mounted = False
         try:
@@ -304,42 +290,30 @@ class _PassThrough:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m weighin.slow_disk", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folder", help="the folder to mount a second time")
-    parser.add_argument("mountpoint", help="an empty folder, at which the files appear")
-    for option, parse, told in (
-        ("--rate", parse_rate, "the rate of all requests together: 200MB/s"),
-        ("--latency", parse_seconds, "the latency of each request: 5ms"),
-        ("--stall-from", parse_bytes, "never answer a read that ends behind this offset: 64MiB"),
-        ("--name", str, argparse.SUPPRESS),
-    ):
-        parser.add_argument(option, type=parse, help=told)
-    given = parser.parse_args()
+    parent = Parent()
+    if (told := parent.receive()) is None:  # it has ended
+        return
     import mfusepy  # installed by weighin[disk]
 
-    pace = Pace(given.rate, given.latency, given.stall_from)
-    files = _PassThrough(str(Path(given.folder).resolve()), pace)
-    if given.name:
-        parent = Parent()
-        files.init = lambda _: parent.send("mounted")  # type: ignore[attr-defined]
+    files = _PassThrough(os.path.realpath(told["source"]), Pace(**told["pace"]))
+    files.init = lambda _: parent.send("mounted")  # type: ignore[attr-defined]
 
-        def listen() -> None:
-            while parent.receive() is not None:
-                parent.send("waiting", reads=list(files.waiting.values()))
-            _unmount(Path(given.mountpoint))
-            os._exit(0)  # a normal exit would wait for the reads that are never answered
+    def listen() -> None:
+        while parent.receive() is not None:
+            parent.send("waiting", reads=list(files.waiting.values()))
+        _unmount(Path(told["folder"]))
+        os._exit(0)  # a normal exit would wait for the reads that are never answered
 
-        threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=listen, daemon=True).start()
     # A real disk does not wait for a processor. Only root may say so.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     _libc.prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # FUSE's threads inherit it
     mfusepy.FUSE(
         files,
-        given.mountpoint,
+        told["folder"],
         foreground=True,
-        fsname=given.name or "weighin",
+        fsname=told["name"],
         subtype=_SUBTYPE,
         ro=True,
         allow_other=_may_allow_others(),
