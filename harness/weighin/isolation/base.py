@@ -1,4 +1,4 @@
-"""The interface of isolations, which run a worker or a command: the measured process."""
+"""What all isolations share: they run a worker or a command, the measured process."""
 
 import contextlib
 import os

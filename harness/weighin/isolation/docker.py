@@ -6,8 +6,7 @@ runs the same torch as a plain process. With ``--image``, a command runs in an i
 The container's first process is a shell that only waits for the end of its standard input, which
 weighin holds open. The container and its cgroup thus outlive the measured process until weighin has
 read the counters, and end with weighin. The measured process is an exec in this container: a shell
-that stops itself, so that weighin can find it, limit it and reset the cgroup's peak, and then becomes
-the command.
+stops itself, so that weighin can find it, limit it and reset the peak, and then becomes the command.
 """
 
 import io
@@ -84,7 +83,6 @@ _CLOSED: Final[Mapping[str, Any]] = {
     "shm_size": _TMPFS_BYTES,
     "tmpfs": {_TMP: f"size={_TMPFS_BYTES},mode=1777"},
 }
-_FACTS: Final = ("engine", "cgroup_driver", "cgroup_version", "storage_driver", "image")
 _tried: set[Any] = set()  # the engines that have started a container for this process
 
 
@@ -117,13 +115,11 @@ class DockerIsolation(Isolation):
         streams: Streams = OWN_STREAMS,
         mounts: Iterable[str] = (),
     ) -> Running:
-        is_worker, mounts = cell.operation != "command", [*mounts]
+        is_worker, mounts, info = cell.operation != "command", [*mounts], self._info
         image = "" if is_worker else self._image
         if not is_worker and folder in ("", "/"):
-            raise ConfigError(
-                f"the current folder {folder or '(deleted)'} cannot be mounted into a container",
-                "cd to the folder of the program",
-            )
+            why = f"the current folder {folder or '(deleted)'} cannot be mounted into a container"
+            raise ConfigError(why, "cd to the folder of the program")
         for path in () if is_worker else mounts:
             if not Path(path).exists():
                 raise ConfigError(f"mounts: {path}: there is no such file or folder")
@@ -140,47 +136,53 @@ class DockerIsolation(Isolation):
         else:
             variables |= {"PATH": os.environ.get("PATH", os.defpath), "HOME": _TMP}
             if is_worker:
-                variables |= environment.settings()
+                variables |= environment.settings() | {"PYTHONDONTWRITEBYTECODE": "1"}
                 variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
-                variables["PYTHONDONTWRITEBYTECODE"] = "1"
             libraries = visible.preloaded(variables | cell.environment)
             binds = visible.binds([*visible.of_machine(), *libraries], [folder, *mounts])
         written = (folder, os.path.realpath(folder)) if folder else ()
-        host: dict[str, Any] = {"auto_remove": True, "log_config": LogConfig(type="none")}
-        host |= {"security_opt": ["label=disable"], **(_CLOSED if is_worker else {})}
-        host["mounts"] = [Mount(t, s, "bind", read_only=t not in written) for t, s in binds.items()]
-        if cell.ram_limit_bytes is not None and self._info.get("CgroupVersion", "1") == "1":
+        host: dict[str, Any] = {
+            "auto_remove": True,
+            "log_config": LogConfig(type="none"),
+            "security_opt": ["label=disable"],
+            "mounts": [Mount(t, s, "bind", read_only=t not in written) for t, s in binds.items()],
+        }
+        host |= _CLOSED if is_worker else {}
+        if cell.ram_limit_bytes is not None and info.get("CgroupVersion", "1") == "1":
             host["mem_swappiness"] = 0
         if cell.needs_gpu:  # the driver's libraries are in /usr
             devices = [path for path in Path("/dev").glob("nvidia*") if path.is_char_device()]
             host["devices"] = [f"{path}:{path}:rwm" for path in devices]
-        options = " ".join(self._info.get("SecurityOptions") or [])
+        options = " ".join(info.get("SecurityOptions") or [])
         if "name=userns" in options:  # else this user's files would be another user's
             host["userns_mode"] = "host"
         # Root in a container of a rootless engine is this user.
         user = "" if "name=rootless" in options else f"{os.getuid()}:{os.getgid()}"
-        where = {"user": user, "workdir": _TMP if is_worker else folder}
-        labels = {"weighin.owner": groups.this_process(), "weighin.host": socket.gethostname()}
-        labels |= {"weighin.lock": groups.lock_suffix(), "weighin.cell": cell.id}
-        image = image or self._empty_image
+        where = _TMP if is_worker else folder
         with explained("create a container"):
             container = self._client.create_container(
-                image,
+                image or self._empty_image,
                 [*shell[1:], "-c", "read -r _"],
                 entrypoint=list(shell[:1]),
                 environment=sorted(NOT_FOR_SHELLS),  # without a value: removes the image's own
                 name=f"weighin-{os.getpid()}-{secrets.token_hex(4)}",
                 host_config=self._client.create_host_config(**host),
                 stdin_open=True,
-                user=where["user"],
-                working_dir=where["workdir"],
-                labels=labels,
+                user=user,
+                working_dir=where,
+                labels={
+                    "weighin.owner": groups.this_process(),
+                    "weighin.host": socket.gethostname(),
+                    "weighin.lock": groups.lock_suffix(),
+                    "weighin.cell": cell.id,
+                },
             )["Id"]
         variables |= cell.environment
-        limit_bytes = cell.ram_limit_bytes
-        return DockerStarted(
-            self._client, container, shell, command, variables, streams, limit_bytes, where
-        )
+        apart = [f"{n}={value}" for n, value in variables.items() if n in NOT_FOR_SHELLS]
+        passed = [f"{n}={value}" for n, value in variables.items() if n not in NOT_FOR_SHELLS]
+        line = [*shell, "-c", _BARRIER, "sh", *apart, "--", *command]
+        told = {"cmd": line, "environment": passed, "user": user, "workdir": where}
+        return DockerStarted(self._client, container, told, streams, cell.ram_limit_bytes)
 
     def remove_stale(self) -> list[str]:
         removed = []
@@ -196,9 +198,10 @@ class DockerIsolation(Isolation):
         return removed
 
     def describe(self) -> dict[str, str]:
-        names = ("ServerVersion", "CgroupDriver", "CgroupVersion", "Driver")
-        facts = zip(_FACTS, [*map(self._info.get, names), self._image], strict=True)
-        return {name: str(value) for name, value in facts if value}
+        keys = {"engine": "ServerVersion", "cgroup_driver": "CgroupDriver"}
+        keys |= {"cgroup_version": "CgroupVersion", "storage_driver": "Driver"}
+        facts = {name: self._info.get(key) for name, key in keys.items()} | {"image": self._image}
+        return {name: str(value) for name, value in facts.items() if value}
 
     @cached_property
     def _client(self) -> docker.APIClient:
@@ -222,26 +225,19 @@ class DockerIsolation(Isolation):
 
 
 class DockerStarted(Running):
-    """A worker or a command in a container."""
+    """A worker or a command in a container: ``told`` are the arguments of its exec."""
 
     def __init__(
         self,
         client: docker.APIClient,
         container: str,
-        shell: Sequence[str],
-        command: Sequence[str],
-        variables: Mapping[str, str],
+        told: Mapping[str, Any],
         streams: Streams,
         limit_bytes: int | None,
-        where: Mapping[str, str],
     ) -> None:
-        """Start a container; in it, a ``shell`` becomes the command, as the user and in the folder ``where``."""
         self._client, self._container = client, container
         self._first_pid, self._first_stdin = 0, None  # of the container's first process
         self._pump: Any = None
-        apart = [f"{n}={value}" for n, value in variables.items() if n in NOT_FOR_SHELLS]
-        passed = [f"{n}={value}" for n, value in variables.items() if n not in NOT_FOR_SHELLS]
-        line = [*shell, "-c", _BARRIER, "sh", *apart, "--", *command]
         try:
             self._pump = _Pump(self, streams)
             terminal = self._pump.is_terminal
@@ -250,8 +246,7 @@ class DockerStarted(Running):
                 self._first_stdin = client.attach_socket(container, params=asked)
                 client.start(container)
                 group = self.cgroup = self._find_group()
-                options = {"stdin": True, "tty": terminal, "environment": passed, **where}
-                self.exec = client.exec_create(container, line, **options)["Id"]
+                self.exec = client.exec_create(container, stdin=True, tty=terminal, **told)["Id"]
                 self._pump.stream = client.exec_start(self.exec, tty=terminal, socket=True)
                 self._await_barrier()
                 if limit_bytes is not None:  # equal limits: no swap
@@ -382,7 +377,8 @@ class _Pump:
             self._mode = termios.tcgetattr(self._files[0])
             tty.setraw(self._files[0], termios.TCSADRAIN)
         self._output.start()
-        self._input.start()
+        if not self._is_in_background:
+            self._input.start()
 
     def finish(self) -> None:
         """Copy the rest of the output, and restore the terminal, after the end of all processes."""
@@ -436,23 +432,20 @@ class _Pump:
                 os.close(file)
 
     def _pass_input(self) -> None:
-        stdin = None if self._is_in_background else self._files[0]
+        stdin = self._files[0]
         with suppress(OSError):  # the command has ended
-            if self._files[0] is None:
-                self._socket.shutdown(socket.SHUT_WR)
-            while True:
-                awaited = [self._woken] if stdin is None else [stdin, self._woken]
-                found = child_process.ready(awaited, _RESIZE_S if self.is_terminal else inf)
-                if stdin is None or self._woken in found:
+            while stdin is not None:
+                pause_s = _RESIZE_S if self.is_terminal else inf
+                found = child_process.ready([stdin, self._woken], pause_s)
+                if self._woken in found:
                     return
                 if self.is_terminal:
                     self._follow_size(stdin)
                 if stdin in found:
-                    if data := os.read(stdin, 64 * 1024):
-                        self._socket.sendall(data)
-                    else:
-                        self._socket.shutdown(socket.SHUT_WR)
-                        stdin = None
+                    if not (data := os.read(stdin, 64 * 1024)):
+                        break
+                    self._socket.sendall(data)
+            self._socket.shutdown(socket.SHUT_WR)
 
     def _follow_size(self, terminal: int) -> None:
         with suppress(OSError):
@@ -489,28 +482,24 @@ def explained(doing: str) -> Iterator[None]:
     try:
         yield
     except ENGINE_ERRORS as error:
-        reason = first_line(error)
-        message = f"the Docker engine could not {doing}: {reason}"
+        message = f"the Docker engine could not {doing}: {first_line(error)}"
         repair = "see the log of the Docker engine: sudo journalctl -u docker"
         if isinstance(error, exceptions.ConnectionError):
             message = f"the Docker engine has stopped: it could not {doing}"
             repair = "start the Docker engine again: sudo systemctl start docker"
         elif isinstance(error, ImageNotFound):
-            message = f"the image does not exist here: {reason}"
             repair = "docker pull IMAGE; or leave --image out, to see this machine's own programs"
-        elif "minimum memory limit" in reason.lower():
-            message = f"the Docker engine refuses so small a RAM limit: {reason}"
+        elif "minimum memory limit" in message.lower():
             repair = "give a larger --ram, or use --isolation cgroup"
-        elif "bind source path does not exist" in reason or "mounts denied" in reason.lower():
-            message = f"the Docker engine cannot access a folder of this machine: {reason}"
+        elif "bind source path does not exist" in message or "mounts denied" in message.lower():
             repair = "use an engine that runs on this machine, or --isolation cgroup or process"
         raise IsolationUnavailable(message, repair) from error
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of the engine's message, without the text that the HTTP library adds."""
-    text = str(getattr(error, "explanation", None) or error)
-    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    text = str(getattr(error, "explanation", None) or error).strip()
+    return text.partition("\n")[0].rstrip() or type(error).__name__
 
 
 def connect() -> docker.APIClient:
@@ -527,18 +516,18 @@ def connect() -> docker.APIClient:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.connect(address.removeprefix("unix://"))
         return docker.APIClient(base_url=address, tls=settings.get("tls") or False)
+    except PermissionError:
+        message = f"this user has no permission to use the Docker engine at {address}"
+        repair = "sudo usermod -aG docker $USER, then log in again"
+    except (FileNotFoundError, ConnectionRefusedError):
+        message = f"no Docker engine answers at {address}"
+        repair = "set DOCKER_HOST to the address of an engine that runs, or unset it"
+        if "DOCKER_HOST" not in os.environ:
+            repair = "start the Docker engine: sudo systemctl start docker"
     except (*ENGINE_ERRORS, OSError) as error:
         message = f"cannot talk to the Docker engine at {address}: {first_line(error)}"
         repair = "run docker info, and check DOCKER_HOST"
-        if isinstance(error, PermissionError):
-            message = f"this user has no permission to use the Docker engine at {address}"
-            repair = "sudo usermod -aG docker $USER, then log in again"
-        elif isinstance(error, FileNotFoundError | ConnectionRefusedError):
-            message = f"no Docker engine answers at {address}"
-            repair = "set DOCKER_HOST to the address of an engine that runs, or unset it"
-            if "DOCKER_HOST" not in os.environ:
-                repair = "start the Docker engine: sudo systemctl start docker"
-        raise IsolationUnavailable(message, repair) from error
+    raise IsolationUnavailable(message, repair)
 
 
 def check_engine(info: dict[str, Any]) -> None:
@@ -548,13 +537,9 @@ def check_engine(info: dict[str, Any]) -> None:
     same = (None, kernel, re.sub(r"^(\d+\.\d+)(?!\.?\d)", r"\1.0", kernel))
     if info.get("KernelVersion") not in same:
         raise IsolationUnavailable(*_ELSEWHERE)
-    for key, lack, parameter in (
-        ("MemoryLimit", "cannot limit memory: the kernel's memory controller is off", "cgroup_enable=memory "),
-        ("SwapLimit", "cannot keep a container from swapping: the kernel does not count swap for each cgroup", ""),
-    ):  # fmt: skip
-        if not info.get(key):
-            raise IsolationUnavailable(
-                f"the Docker engine {lack}",
-                f"boot with {parameter}swapaccount=1 on the kernel's command line"
-                " (/etc/default/grub: GRUB_CMDLINE_LINUX, then sudo update-grub and reboot)",
-            )
+    if not (info.get("MemoryLimit") and info.get("SwapLimit")):
+        raise IsolationUnavailable(
+            "the Docker engine cannot limit the memory and swap of a container",
+            "boot with cgroup_enable=memory swapaccount=1 on the kernel's command line"
+            " (/etc/default/grub: GRUB_CMDLINE_LINUX, then sudo update-grub and reboot)",
+        )

@@ -56,22 +56,21 @@ def choose(
         isolation = named(candidate, image)
         if limited and not isolation.limits:
             continue
-        broken = [
+        reasons = [
             f"{candidate} on {n}: {of[candidate]}" for n, of in nodes.items() if of[candidate]
         ]
-        if broken and name != "auto" and len(broken) < len(nodes):
-            return isolation, f"these nodes take no part in the run: {'; '.join(broken)}"
+        broken = [IsolationUnavailable(reason, _ON_NODES) for reason in reasons]
         try:
             if not nodes:
                 isolation.check()
         except IsolationUnavailable as error:
-            refused.append(error)
-            continue
-        if broken:
-            refused.append(IsolationUnavailable("; ".join(broken), _ON_NODES))
-            continue
-        reasons = "; ".join(error.message for error in refused)
-        return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
+            broken = [error]
+        if name != "auto" and 0 < len(broken) < len(nodes):
+            return isolation, f"these nodes take no part in the run: {'; '.join(reasons)}"
+        if not broken:
+            why = "; ".join(error.message for error in refused)
+            return isolation, f"isolation {candidate}: {why}" if why else ""
+        refused += broken
     message = "; ".join(error.message for error in refused)
     # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
     repairs = list(dict.fromkeys(error.repair for error in reversed(refused) if error.repair))

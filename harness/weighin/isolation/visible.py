@@ -1,7 +1,5 @@
-"""What a container sees: this machine's programs, this Python, and the files of one cell.
-
-Each file has the same path inside as here, by its own name and by its real name. All but one folder
-are read-only.
+"""What a container sees: this machine's programs, this Python, and the files of one cell, each at the same
+path as here, by its own name and by its real name; all but one folder read-only.
 """
 
 import contextlib
@@ -78,20 +76,17 @@ def binds(seen: Iterable[str], fixed: Iterable[str] = ()) -> dict[str, str]:
 
     def named(paths: Iterable[str]) -> dict[str, str]:
         here = [os.path.abspath(path) for path in paths if path and os.path.exists(path)]  # noqa: PTH100, PTH110
-        real = [os.path.realpath(path) for path in here]
-        return {path: path for path in real} | dict(zip(here, real, strict=True))
+        real = {path: os.path.realpath(path) for path in here}
+        return {path: path for path in real.values() if path != "/"} | real
+
+    def is_contained(target: str, source: str) -> bool:
+        parts = ((real, target.removeprefix(f"{above}/")) for above, real in wanted.items())
+        return any(rest != target and source == f"{real}/{rest}" for real, rest in parts)
 
     apart = named(fixed)
-    wanted = {target: source for target, source in (named(seen) | apart).items() if target != "/"}
-    return {
-        target: source
-        for target, source in wanted.items()
-        if target in apart
-        or not any(
-            target.startswith(f"{above}/") and source == real + target.removeprefix(above)
-            for above, real in wanted.items()
-        )
-    }
+    wanted = named(seen) | apart
+    wanted.pop("/", None)
+    return {t: s for t, s in wanted.items() if t in apart or not is_contained(t, s)}
 
 
 def own_shell() -> tuple[tuple[str, ...], dict[str, str]]:
