@@ -11,7 +11,6 @@ from test_check import run_of
 
 from weighin.errors import ConfigError, UnknownName
 from weighin.fleet import driver as jobs
-from weighin.fleet import engine
 from weighin.gate import check as checks
 from weighin.isolation import cgroup
 from weighin.isolation.docker import DockerIsolation
@@ -120,14 +119,14 @@ def test_what_cannot_run_at_once() -> None:
 
 
 def test_the_settings_of_an_engine() -> None:
-    assert engine.settings("local", "", {}) == {}
-    assert engine.settings("local", "", {}, jobs=4) == {"name": "local", "jobs": 4}
-    assert engine.settings("ray", "", {"a": "b"}) == {
+    assert jobs.engine_settings("local", "", {}) == {}
+    assert jobs.engine_settings("local", "", {}, jobs=4) == {"name": "local", "jobs": 4}
+    assert jobs.engine_settings("ray", "", {"a": "b"}) == {
         "name": "ray",
         "address": "auto",
         "labels": {"a": "b"},
     }
-    with engine.opened({}) as (nodes, perform):
+    with jobs.opened({}) as (nodes, perform):
         assert (nodes, perform) == ((), runner.run)
 
 
@@ -151,13 +150,13 @@ def test_the_settings_of_an_engine() -> None:
 )
 def test_settings_that_contradict(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        engine.settings(*arguments)
+        jobs.engine_settings(*arguments)
     assert str(caught.value) == message
 
 
 def test_an_unknown_engine() -> None:
     with pytest.raises(UnknownName, match="no engine is called 'rai'"):
-        engine.settings("rai", "", {})
+        jobs.engine_settings("rai", "", {})
 
 
 def at_once(result: Result, cells: int = 4) -> Result:
@@ -194,5 +193,5 @@ def test_the_same_times_without_jobs_are_judged(tmp_path: Path) -> None:
     ids=str,
 )
 def test_an_engine_of_an_edited_plan_is_refused(chosen: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="an unknown engine"), engine.opened(chosen):
+    with pytest.raises(ConfigError, match="an unknown engine"), jobs.opened(chosen):
         pass

@@ -17,7 +17,7 @@ from weighin.cli._verb import LIMITS, parameters, verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weighin.fleet.engine import Perform
+    from weighin.fleet.driver import Perform
     from weighin.plan.task import Run
     from weighin.result import Result
     from weighin.settings.definition import Settings
@@ -155,7 +155,7 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
 
     A search for floors runs on this machine alone, and ``weighin.run.runner`` performs it.
     """
-    from weighin.fleet import engine
+    from weighin.fleet import driver
     from weighin.plan import start
 
     _options.check(context)
@@ -167,18 +167,20 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
         task = start.resume(typed["resume"], trusted=typed["trust"], search=verb == "floor")
         place: Mapping[str, Any] = task.settings.engine
         if address := assigned.get("address"):
-            place = engine.settings(place.get("name", "local"), address, place.get("labels", {}))
+            place = driver.engine_settings(
+                place.get("name", "local"), address, place.get("labels", {})
+            )
         is_patient = str(assigned.get("wait", "")).lower() in ("true", "yes", "1")
-        with engine.opened(place) as (_, perform):
+        with driver.opened(place) as (_, perform):
             yield replace(task, patience_s=math.inf if is_patient else 0), perform
         return
     settings = new_settings(context)
     name, place = settings.engine.get("name", "local"), dict[str, Any]()
     if verb != "floor":
-        place = engine.settings(name, settings.address, settings.labels, settings.jobs)
+        place = driver.engine_settings(name, settings.address, settings.labels, settings.jobs)
     if name == "local":
         _enter_scope(settings.isolation, automatic)
-    with engine.opened(place) as (nodes, perform):
+    with driver.opened(place) as (nodes, perform):
         if place and is_of_command:
             _console.note(
                 "on a node of the cluster, the command's standard input is empty, and its output is"

@@ -1,1 +1,1 @@
-"""Where the cells (measurements) of a plan run: ``engine`` chooses, ``driver`` hands out, ``node`` runs one."""
+"""Where the cells (measurements) of a plan run: ``driver`` hands out, ``node`` runs one, ``cluster`` is Ray."""

@@ -1,13 +1,15 @@
-"""Hand out a plan's cells, several at once, and write their records: only the driver's process does.
+"""Choose where a plan's cells run: one by one here (``runner``), or several at once: as ``Jobs`` of this machine,
+or on the nodes of a ``Cluster`` (Ray). The ``Driver`` then hands them out, and alone writes their records.
 
-The cells run on the nodes of a ``Cluster``, or as ``Jobs`` of this machine. Each job has checkpoint files
-of its own: the kernel charges a page of a shared file to the cell that read it first.
+Each job has checkpoint files of its own: the kernel charges a page of a shared file to the cell that read
+it first.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin import child_process
 from weighin.cell import Cell
 from weighin.checkpoint import staging
-from weighin.errors import ConfigError, HarnessError, NoNodeLeft, RecordError
+from weighin.errors import ConfigError, HarnessError, NoNodeLeft, RecordError, UnknownName
 from weighin.files import no_link
 from weighin.fleet import node
 from weighin.isolation import cgroup
@@ -28,16 +30,55 @@ from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts, runner
-from weighin.suite import registry
 from weighin.text import one_line
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
     from weighin.fleet.cluster import Cluster
 
+NAMES: Final = ("local", "ray")
 _HERE: Final = "this machine"
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
 _LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined
+
+Perform = Callable[[Run, Progress], Sequence[Result]]
+"""A function that runs every cell without a record, and returns the results of all cells."""
+
+
+def engine_settings(
+    name: str, address: str, labels: Mapping[str, str], jobs: int = 1
+) -> dict[str, Any]:
+    """Return an engine's settings for plan.json; empty if this machine runs the cells one by one."""
+    if name not in NAMES:
+        raise UnknownName("engine", name, NAMES)
+    if name == "ray" and jobs > 1:
+        why = "jobs is for one machine, because each node of a cluster runs one cell at a time"
+        raise ConfigError(why, "leave jobs out")
+    if name == "ray":
+        return {"name": name, "address": address or "auto", "labels": dict(labels)}
+    if key := "address" if address else "labels" if labels else "":
+        repair = f"add --engine ray, or leave {key} out"
+        raise ConfigError(f"{key} has an effect only with --engine ray", repair)
+    return {"name": name, "jobs": jobs} if jobs > 1 else {}
+
+
+@contextmanager
+def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]]:
+    """Yield the nodes that run the cells (none for this machine), and the function that runs them."""
+    match chosen:
+        case {"name": "local", "jobs": int(number)}:
+            yield (), lambda task, progress: run_jobs(number, task, progress)
+        case {"name": "ray", "address": str(address), "labels": dict(labels)}:
+            from weighin.fleet.cluster import connected  # imports ray
+
+            with connected(address, labels) as cluster:
+                nodes = cluster.find()
+                yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()
+        case _ if chosen:
+            shown = one_line(str(dict(chosen)), 100)
+            raise ConfigError(f"the plan has an unknown engine: {shown}", "start a new run")
+        case _:
+            yield (), runner.run
 
 
 class Driver:
@@ -65,6 +106,8 @@ class Driver:
         self._code = {n: value for n, value in environment.code().items() if n.startswith("git_")}
 
     def run(self) -> Sequence[Result]:
+        from weighin.suite import registry  # takes 60 ms
+
         task, settings = self._task, self._task.settings
         # A node finds a strategy that is part of weighin in its own installation.
         own = {str(info.path) for info in registry.strategies(settings.operation).values()}

@@ -35,7 +35,6 @@ from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
 from weighin.result import SCHEMA
 from weighin.run import interrupts, runner
-from weighin.suite import registry
 
 Told = dict[str, dict[str, Any]]
 """The fields of the events of one assignment, by the names of the events."""
@@ -134,6 +133,8 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
     """Measure the assignment's cell, as a run of one cell in a temporary folder."""
     cell, settings = assignment["cell"], assignment["settings"]
     if paths := settings.get("strategy_paths"):
+        from weighin.suite import registry  # takes 60 ms
+
         own = registry.strategies(cell["operation"])
         settings["strategy_paths"] = {n: path or str(own[n].path) for n, path in paths.items()}
     with staging.own_folder(staging.folder() / "fleet") as folder:
