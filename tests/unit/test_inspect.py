@@ -11,10 +11,11 @@ import torch
 from click.testing import CliRunner
 
 from weighin.checkpoint import inspect
-from weighin.checkpoint.inspect import SHARD_BYTES, expected
+from weighin.checkpoint.inspect import expected
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.stream import formats
+from weighin.stream.folders import MAX_SHARD_BYTES
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write as write_checkpoint
 from weighin.suite.registry import StrategyInfo, strategies
@@ -153,7 +154,10 @@ def test_expected_peaks_are_the_arithmetic_of_the_docstrings() -> None:
     assert found["sharded"] == (240, 240)
     assert needs("sharded_pt", sizes)["sharded"] == (480, 0)
     assert needs("sharded_pt", sizes)["accelerate"] == (240, 0)
-    assert needs("sharded_pt", {"a": SHARD_BYTES, "b": 5})["sharded"] == (2 * SHARD_BYTES + 5, 0)
+    assert needs("sharded_pt", {"a": MAX_SHARD_BYTES, "b": 5})["sharded"] == (
+        2 * MAX_SHARD_BYTES + 5,
+        0,
+    )
 
 
 def test_every_strategy_of_ours_that_loads_to_the_cpu_has_an_expectation() -> None:

@@ -1,8 +1,5 @@
-"""List a checkpoint's tensors, or the parts of a pipeline, for ``weighin inspect``; read no tensor
-data, and import no torch. Compute from the sizes how much memory each strategy should need.
-
-``inspect`` and ``inspect_pipeline`` return the content of ``--json``; ``tables`` and
-``pipeline_tables`` show it.
+"""List a checkpoint's tensors, or the parts of a pipeline, for ``weighin inspect``, and compute from their
+sizes how much memory each strategy should need; read no tensor data, and import no torch.
 """
 
 from collections import Counter
@@ -18,7 +15,7 @@ from weighin.files import object_in
 from weighin.show.table import Column, Entry, Table
 from weighin.stream import formats, pipeline, quantised
 from weighin.stream import gguf_files as gguf
-from weighin.stream.folders import module_of
+from weighin.stream.folders import MAX_SHARD_BYTES, module_of
 from weighin.stream.foreign import remembering
 from weighin.stream.pickles import type_name
 from weighin.stream.pretrained_folder import CONFIG, adapter_note, is_pretrained
@@ -26,14 +23,13 @@ from weighin.stream.pretrained_library import WHOLE, Selection, library_in
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, ties
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
-from weighin.text import first_names, one_line, plain
+from weighin.text import few, first_names, one_line, plain
 from weighin.units import format_bytes
 
 Document = dict[str, Any]
 """The content of ``--json``."""
 
 SORTS: Final = ("file", "name", "size")
-SHARD_BYTES: Final = 5 * 1024**3  # the default size of a shard of weighin convert
 _SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
 _SHOWN_FILES: Final = 5
 _SUMMED: Final = ("tensors", "shared", "numbers", "bytes", "file_bytes")  # over a pipeline's parts
@@ -75,10 +71,7 @@ def _footprint(slices: Sequence[Slice]) -> _Footprint:
 
 @remembering()
 def inspect(path: Path, selection: Selection = WHOLE) -> Document:
-    """Describe a checkpoint of any format, without reading tensor data.
-
-    CheckpointError: ``path`` is not a checkpoint, all its tensors are empty, or a file is damaged.
-    """
+    """Describe a checkpoint of any format, as ``--json`` does."""
     slices = formats.read(path, selection)
     layout, root = slices.format, _root(path)
     formats.refuse_empty(path, slices)
@@ -129,26 +122,25 @@ def expected(
 ) -> Iterator[Document]:
     """Yield the expected memory, by its constant PEAK, of each strategy that loads in one process.
 
-    ``anonymous_bytes`` leaves out ``import torch``; ``mapped_bytes`` are file pages, which the kernel can
-    reclaim; both are None without PEAK. ``sizes`` are bytes by name, with one name for tied tensors;
-    ``storages`` is None if the strategies load converted files, whose storages have the sizes of tensors.
+    ``anonymous_bytes`` leaves out ``import torch``. ``sizes`` are bytes by name, with one name for tied
+    tensors; ``storages`` is None if the strategies load converted files, without unused bytes.
     """
     total, largest = sum(sizes.values()), max(sizes.values(), default=0)
     layers: Counter[str] = Counter()
     for name, size in sizes.items():
         layers[module_of(name)] += size
+    memory = {
+        "model": total,
+        "tensor": largest,
+        "layer": max(layers.values(), default=0),
+        "shard": min(total, max(MAX_SHARD_BYTES, largest)),
+    }
     for info in strategies:
         if info.shares_load:
             continue
         is_read = layout in info.formats
-        in_file = storages if storages and is_read else None
-        memory = {
-            "model": total,
-            "storages": in_file.storage_bytes if in_file else total,
-            "tensor": largest,
-            "layer": max(layers.values(), default=0),
-            "shard": min(total, max(SHARD_BYTES, largest)),
-        }
+        in_file = storages if is_read else None
+        memory["storages"] = in_file.storage_bytes if in_file else total
         anonymous = mapped = None
         if info.peak:
             of_format = info.formats.index(layout) if is_read and len(info.peak) > 1 else 0
@@ -231,7 +223,6 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
     """Return what ``weighin inspect`` prints for a checkpoint; UnknownName: ``sort`` is not one of SORTS."""
     layout, totals = found["layout"], found["totals"]
     tensors = _in_order(found["tensors"], sort, lambda one: int(one["bytes"]))
-    types = Counter(one["encoding"] or one["dtype"] for one in tensors)
     is_encoded = any(one["encoding"] for one in tensors)
     counts = {
         "sharing a storage with an earlier one": totals["shared"],
@@ -246,6 +237,7 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
     if found["architecture"]:
         lines.append(f"architecture: {one_line(found['architecture'])}")
     if is_encoded:
+        types = Counter(one["encoding"] or one["dtype"] for one in tensors)
         listed = ", ".join(f"{name} ({count})" for name, count in types.most_common())
         lines.append(
             f"quantised: {listed}; {format_bytes(totals['stored_bytes'])} as stored,"
@@ -254,21 +246,16 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
     largest = max(found["tensors"], key=lambda one: int(one["bytes"]))
     lines.append(f"largest: {one_line(largest['name'], 100)}, {format_bytes(largest['bytes'])}")
     files = [f"{file['name']} ({format_bytes(file['bytes'])})" for file in found["files"]]
-    more = f" and {len(files) - _SHOWN_FILES} more" if len(files) > _SHOWN_FILES else ""
-    lines.append(f"files: {one_line(', '.join(files[:_SHOWN_FILES]))}{more}")
-
-    def needed(size_bytes: int | None) -> str:
-        return "-" if size_bytes is None else format_bytes(size_bytes)
-
-    needs = [
-        [
+    lines.append(f"files: {one_line(few(files, _SHOWN_FILES), 500)}")
+    needs = []
+    for need in sorted(found["expected"], key=lambda need: layout not in need["layouts"]):
+        sizes = (need["anonymous_bytes"], need["mapped_bytes"])
+        is_read = layout in need["layouts"]
+        needs.append([
             need["strategy"],
-            "yes" if layout in need["layouts"] else f"no: use --format {need['layouts'][0]}",
-            needed(need["anonymous_bytes"]),
-            needed(need["mapped_bytes"]),
-        ]
-        for need in sorted(found["expected"], key=lambda need: layout not in need["layouts"])
-    ]
+            "yes" if is_read else f"no: use --format {need['layouts'][0]}",
+            *("-" if size is None else format_bytes(size) for size in sizes),
+        ])  # fmt: skip
     heads = ("strategy", "reads this format", "anonymous", "file-backed")
     return [
         _tensor_table(tensors, is_encoded=is_encoded, show_all=show_all),
@@ -316,9 +303,8 @@ def _tensor_table(tensors: list[Document], *, is_encoded: bool, show_all: bool) 
 
 
 def inspect_pipeline(path: Path) -> Document:
-    """Describe the pipeline of diffusers in a folder; read no tensor data.
-
-    A part that cannot be read has an ``error``. ``totals`` are sums over the other parts.
+    """Describe the pipeline of diffusers in a folder, as ``--json`` does. A part that cannot be read has an
+    ``error``, and does not count in ``totals``.
     """
     found = pipeline.read(path)
     parts: list[Document] = []
