@@ -20,9 +20,7 @@ def one_line(text: str, length: int = 300) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Replace each unprintable character by "?", except the characters in ``kept``, and "::" at a
-    word's begin, which a line break could turn into a command of GitHub's log, by ": :".
-    """
+    """Replace what is unprintable and not in ``kept`` by "?", and "::", which may begin a command of GitHub's log."""
     text = "".join(one if one.isprintable() or one in kept else "?" for one in text)
     return re.sub(_LOG_COMMAND, ": :", text)
 

@@ -92,10 +92,10 @@ def test_a_limit_kills_and_its_counters_outlive_the_worker(start: Start) -> None
     assert running.unseen == ""
     cmdline = Path(f"/proc/{running.pid}/cmdline")  # empty while it becomes another program
     leftovers.wait_until(lambda: b"bytearray" in cmdline.read_bytes(), "not the worker's pid")
-    assert cgroup.read_oom_kills() == 0
+    assert cgroup.numbers("oom")["oom_kill"] == 0
     piped[running].send(b"\n")
     assert ended(running) == Exit(code=None, signal=signal.SIGKILL)
-    assert cgroup.read_oom_kills() == 1
+    assert cgroup.numbers("oom")["oom_kill"] == 1
     peak = int(cgroup.file("peak").read_text())
     assert 0.95 * 256 * MIB < peak <= 256 * MIB
     running.close()
@@ -122,7 +122,7 @@ def test_swap_is_off(start: Start) -> None:
 def test_a_limit_too_small_for_python_is_an_exit(start: Start) -> None:
     running = start("import torch", limit_bytes=6 * MIB)
     assert ended(running).signal == signal.SIGKILL
-    assert running.cgroup and Cgroup(running.cgroup).read_oom_kills()
+    assert running.cgroup and Cgroup(running.cgroup).numbers("oom")["oom_kill"]
 
 
 def test_a_limit_below_the_engines_own_minimum_is_explained(start: Start) -> None:
@@ -187,7 +187,7 @@ def test_kill_ends_the_worker_and_its_children_only(start: Start) -> None:
     running.kill()
     assert ended(running) == Exit(code=None, signal=signal.SIGKILL)
     assert running.cgroup
-    assert Cgroup(running.cgroup).read_oom_kills() == 0
+    assert Cgroup(running.cgroup).numbers("oom")["oom_kill"] == 0
 
 
 def test_a_process_that_the_worker_leaves_does_not_hold_its_end_up(start: Start) -> None:

@@ -127,21 +127,22 @@ def test_a_v1_controller_whose_name_only_contains_memory_is_another() -> None:
     assert cgroup.hierarchies(mounts.parse(line)) == (None, None)
 
 
-@pytest.mark.parametrize("kernel", HYBRIDS)
-def test_groups_of_a_process_on_a_hybrid_machine(kernel: str) -> None:
-    lines = text(kernel, "cgroup")
-    assert cgroup.parse_group(lines, 1) == "/weighin.1234-5678.0"
-    assert cgroup.parse_group(lines, 2) == "/weighin.1234-5678.0"
-
-
-def test_the_v1_group_may_share_its_line_with_other_controllers() -> None:
-    assert cgroup.parse_group("4:cpu,memory:/a:b\n0::/c\n", 1) == "/a:b"
-
-
-@pytest.mark.parametrize("kernel", V2)
-def test_the_group_of_a_process_on_version_2(kernel: str) -> None:
-    assert cgroup.parse_group(text(kernel, "cgroup"), 2) == "/weighin.1234-5678.0"
-    assert cgroup.parse_group(text(kernel, "cgroup"), 1) is None
+@pytest.mark.parametrize(
+    ("lines", "version1", "version2"),
+    [
+        *(
+            (text(kernel, "cgroup"), "/weighin.1234-5678.0", "/weighin.1234-5678.0")
+            for kernel in HYBRIDS
+        ),
+        *((text(kernel, "cgroup"), None, "/weighin.1234-5678.0") for kernel in V2),
+        ("4:cpu,memory:/a:b\n0::/c\n", "/a:b", "/c"),  # a line that v1's controllers share
+    ],
+)
+def test_the_groups_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, lines: str, version1: str | None, version2: str
+) -> None:
+    monkeypatch.setattr(cgroup, "read_text", lambda path: lines)
+    assert [cgroup._group_of(7, version) for version in (1, 2)] == [version1, version2]
 
 
 @pytest.fixture

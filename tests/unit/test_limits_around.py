@@ -98,4 +98,4 @@ def test_a_limit_above_that_of_the_container_is_refused(around: Path, tmp_path: 
         " (640.000 MiB)\ngive a smaller --ram, or raise the limit of that cgroup, for example the"
         " memory limit of the container\n"
     )
-    assert Cgroup(around).read_oom_kills() == 0
+    assert Cgroup(around).numbers("oom")["oom_kill"] == 0

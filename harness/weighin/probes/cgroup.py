@@ -1,7 +1,7 @@
 """Read what the kernel counts for a memory cgroup, and find the cgroup of a process.
 
-None, and not 0, stands for what the kernel lacks. Source: Documentation/filesystems/proc.rst,
-admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst of the kernel.
+None, and not 0, stands for what the kernel lacks. Source: admin-guide/cgroup-v2.rst,
+admin-guide/cgroup-v1/memory.rst and filesystems/proc.rst of the kernel's Documentation.
 """
 
 import os
@@ -61,11 +61,8 @@ def _number(pid: int, index: int) -> int | None:
 
 def this_process() -> str:
     """Return a unique name for this process: its pid, start time and pid namespace, joined by "-"."""
-    return f"{os.getpid()}-{start_time(os.getpid())}-{_pid_namespace()}"
-
-
-def _pid_namespace() -> str:
-    return str(Path("/proc/self/ns/pid").stat().st_ino)
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{os.getpid()}-{start_time(os.getpid())}-{namespace}"
 
 
 def owned_name(number: int) -> str:
@@ -74,17 +71,15 @@ def owned_name(number: int) -> str:
 
 
 def is_left_behind(name: str) -> bool:
-    """Return whether the process that made ``name`` (``owned_name``) has ended; one of another pid namespace may
-    still run. For a process with a lock of its own, only names with this lock count, so that tests can
-    look at what they left.
+    """Return whether the process that made ``name`` (``owned_name``) has ended; False for another pid namespace,
+    and for another lock than that of this process, so that tests can look at what they left.
     """
     owner, _, number = name.rpartition(".")
     pid, ticks, namespace, *_ = [*owner.split("-", 2), "", "", ""]
-    if lock_suffix() not in ("", "".join(number.partition("-")[1:])):
-        return False
-    if namespace not in ("", _pid_namespace()):
-        return False
-    return not (pid.isdigit() and ticks == str(start_time(int(pid))))
+    is_ours = lock_suffix() in ("", "".join(number.partition("-")[1:]))
+    is_here = namespace in ("", this_process().rpartition("-")[2])
+    runs = pid.isdigit() and ticks == str(start_time(int(pid)))
+    return is_ours and is_here and not runs
 
 
 def lock_suffix() -> str:
@@ -101,7 +96,6 @@ def hierarchies(found: Sequence[Mounted]) -> tuple[Path | None, Path | None]:
 
 
 def memory_hierarchy() -> tuple[int, Path] | None:
-    """Return the version and the mount point of the hierarchy with the memory controller."""
     version1, version2 = hierarchies(mounts.read())
     if version1:
         return 1, version1
@@ -138,9 +132,7 @@ def has_left_for(pid: int, group: Path) -> Path | None:
 
 
 def _folder(mount: Path | None, group: str | None) -> Path | None:
-    """Return the folder of the path ``group`` in /proc/PID/cgroup. In a container, ``mount`` may show the
-    container's own group, not the hierarchy's root group.
-    """
+    """Return the folder of a ``group`` of /proc/PID/cgroup; ``mount`` may show only a container's own group."""
     if mount is None or group is None:
         return None
     root = next((one.root for one in mounts.read() if one.place == mount), "/").rstrip("/")
@@ -148,33 +140,24 @@ def _folder(mount: Path | None, group: str | None) -> Path | None:
     return mount / (group.removeprefix(root) if inside else group).lstrip("/")
 
 
-def parse_group(text: str, version: int) -> str | None:
-    for line in filter(None, text.split("\n")):
-        number, controllers, path = line.split(":", 2)
-        if number == "0" if version == 2 else "memory" in controllers.split(","):
-            return path
-    return None
-
-
 def _group_of(pid: int, version: int) -> str | None:
-    try:
-        return parse_group(read_text(f"/proc/{pid}/cgroup"), version)
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for line in filter(None, read_text(f"/proc/{pid}/cgroup").split("\n")):
+            number, controllers, path = line.split(":", 2)
+            if number == "0" if version == 2 else "memory" in controllers.split(","):
+                return path
+    return None
 
 
 def folders_of(group: Path) -> list[str]:
     """Return a cgroup's folder and those below, the innermost first; none if it was removed."""
-    try:
-        if group.stat().st_nlink <= 2:  # of a folder without subfolders
+    with suppress(OSError):  # removed
+        if group.stat().st_nlink <= 2:  # it has no subfolders; a walk takes four times as long
             return [str(group)]
-    except OSError:  # removed
-        return []
     return [folder for folder, _, _ in os.walk(group, topdown=False)]
 
 
 def members_of(group: Path) -> list[int]:
-    """Return the pids in a group and below it; those of other pid namespaces are left out."""
     found: list[int] = []
     for folder in folders_of(group):
         # The file is opened at each call, because v1 caches the list of an open file for a second.
@@ -197,8 +180,7 @@ class Counters:
 
 
 class Cgroup:
-    """The files of one memory cgroup, under v1's or v2's names. On v1, ``pressure_path`` (PSI) is in a
-    folder of v2.
+    """The files of one memory cgroup; on v1, ``pressure_path`` (PSI) is in a folder of v2.
 
     The line "oom_kill" of "oom" counts kills in this group, that of "oom_below" also below it. A write
     resets the mark "peak": on v1 for all readers; on v2, since Linux 6.12, only for reads from the open
@@ -228,29 +210,21 @@ class Cgroup:
         """Return the numbers of memory.stat, of the group and those below it, by v2's names."""
         numbers = parse_numbers(text)
         if self.version == 1:
-            total = "total_"
-            below = {
-                name[len(total) :]: numbers[name] for name in numbers if name.startswith(total)
-            }
+            totals = [name for name in numbers if name.startswith("total_")]
+            below = {name.removeprefix("total_"): numbers[name] for name in totals}
             numbers |= below | {name: below.get(of_v1, 0) for name, of_v1 in _V1_STAT.items()}
         return numbers
-
-    def read_oom_kills(self) -> int | None:
-        return self.numbers("oom").get("oom_kill")
 
     def raise_limit(self) -> None:
         """Remove the memory limits, so that a killed process that thrashes can exit quickly."""
         # v1 refuses a limit above that of memory and swap.
         first, unlimited = ("swap", "-1") if self.version == 1 else ("soft", "max")
-        with suppress(
-            OSError
-        ):  # the file is read-only; the killed process then needs longer to exit
+        with suppress(OSError):  # a file is read-only; the killed process then exits more slowly
             for path in (self.file(first), self.file("limit")):
                 if path.exists():
                     path.write_text(unlimited)
 
     def read_peak(self) -> int | None:
-        """Return the highest charge since the last reset; None without a mark or a cgroup."""
         try:
             return int(os.pread(self._opened(), 32, 0))
         except OSError:  # there is none, or the group was removed
@@ -276,14 +250,16 @@ class Cgroup:
 
     def counters(self) -> Counters:
         oom = self.numbers("oom")
-        pressure = parse_pressure(_read(self.pressure_path) if self.pressure_path else "")
+        psi = _read(self.pressure_path) if self.pressure_path else ""
+        stalls_us = re.findall(r"^(some|full) .*total=(\d+)", psi, re.MULTILINE)
+        stalls_ns = {kind: int(us) * 1000 for kind, us in stalls_us}
         return Counters(
             usage_bytes=self.read("usage"),
             peak_bytes=self.read_peak(),
             kernel_peak_bytes=self.read("kernel_peak"),
             refaults=self.numbers("stat").get("workingset_refault_file"),
-            some_ns=pressure.get("some"),
-            full_ns=pressure.get("full"),
+            some_ns=stalls_ns.get("some"),
+            full_ns=stalls_ns.get("full"),
             oom_kills=oom.get("oom_kill"),
             limit_events=oom or None if self.version == 2 else None,
         )
@@ -301,9 +277,7 @@ def limits_around(folder: Path) -> list[tuple[int, Path]]:
 
 
 def room_in(folder: Path) -> int | None:
-    """Return what a cgroup can use under the limits around it, less what the kernel cannot reclaim of other
-    groups under the same limit; None without any limit.
-    """
+    """Return what a cgroup can use under the limits around it, beside what the kernel cannot reclaim of others."""
 
     def unreclaimable(group: Path) -> int:
         stat = Cgroup(group).read_stat()
@@ -320,12 +294,6 @@ def read_machine_oom_kills() -> int | None:
 
 def grown(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
-
-
-def parse_pressure(text: str) -> dict[str, int]:
-    """Return the total stall times by kind (some, full) from the text of a PSI file, in nanoseconds."""
-    totals = re.findall(r"^(\w+) .*\btotal=(\d+)", text, re.MULTILINE)
-    return {kind: int(microseconds) * 1000 for kind, microseconds in totals}
 
 
 def parse_numbers(text: str) -> dict[str, int]:

@@ -61,21 +61,18 @@ def machine() -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """Return weighin's version, and the git commit of the current folder. ``git_dirty`` is None where the work
-    tree's configuration names a filter, whose program git would run.
-    """
-    commit, is_changed = _git("rev-parse", "--verify", "HEAD"), None
+    """Return weighin's version, and the git commit of the current folder."""
+    commit, status = _git("rev-parse", "--verify", "HEAD"), None
     names = _git("config", "--show-scope", "--name-only", "--list") if commit else None
-    if names is not None and not _OWN_FILTER.search(names):
+    if names is not None and not _OWN_FILTER.search(names):  # of which git would run the program
         status = _git(*_STATUS)
-        is_changed = None if status is None else bool(status)
+    is_changed = None if status is None else bool(status)
     return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
 
 
 def code_digest(*own: Path) -> str:
     """Return a hash of weighin's code and strategies, and of the files ``own``."""
-    package = Path(__file__).resolve().parents[1]
-    strategies = Path(CODE_PATH[1]) / "strategies"
+    package, strategies = Path(__file__).resolve().parents[1], Path(CODE_PATH[1], "strategies")
     files = {str(path.relative_to(package)): path for path in package.rglob("*.py")}
     files |= {path.name: path for path in (*strategies.rglob("*.py"), *own)}
     whole = hashlib.sha256()

@@ -1,39 +1,33 @@
-"""The CUDA devices of this machine, and the GPU memory of another process.
+"""The CUDA devices of this machine, which torch lists in a subprocess, and the GPU memory of another process.
 
-torch lists the devices in a subprocess, so that this process imports no torch. NVML, NVIDIA's library
-that asks the driver, samples the memory of a process, with the CUDA context, code and the buffers of
-libraries. PyTorch's allocator does not count these, but its events give an exact timeline.
+NVML, NVIDIA's library that asks the driver, counts also the CUDA context, code and the buffers of
+libraries, which PyTorch's allocator does not.
 """
 
 import bisect
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple
 
 from weighin import child_process
 from weighin.child_process import Parent, end_with_parent
 from weighin.result import Sample
 from weighin.text import one_line
 
-_Point = TypeVar("_Point", bound=tuple[int, ...])
 _TIMEOUT_S: Final = 120
 _INSTEAD: Final = "weighin predict MODEL --device cuda needs no GPU"
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A CUDA device; its position in ``GpuAnswer.gpus`` is torch's index of it."""
-
+class Gpu(NamedTuple):
     name: str
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GpuAnswer:
-    gpus: tuple[Gpu, ...] = ()
+class GpuAnswer(NamedTuple):
+    gpus: tuple[Gpu, ...] = ()  # a device's index is torch's
     why: str = ""
     repair: str = ""
 
@@ -85,8 +79,8 @@ class DriverMemory:
             self._device = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
             self.driver_version = str(self._nvml.nvmlSystemGetDriverVersion())
             self._points.append((time.monotonic_ns(), self._used_bytes()))
-        except (self._nvml.NVMLError, NvmlUnavailable) as error:
-            self._nvml.nvmlShutdown()
+        except (pynvml.NVMLError, NvmlUnavailable) as error:
+            pynvml.nvmlShutdown()
             if isinstance(error, NvmlUnavailable):
                 raise
             raise NvmlUnavailable(f"NVML: {error}") from None
@@ -110,10 +104,11 @@ class DriverMemory:
     def _used_bytes(self) -> int:
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         used = {one.pid: one.usedGpuMemory for one in processes}
-        why = "NVML does not report the memory of single processes on this machine"
         if self._pid not in used:
             why = f"NVML lists no process {self._pid}: another PID namespace, or MIG"
-        if used.get(self._pid) is None:
+            raise NvmlUnavailable(why)
+        if used[self._pid] is None:
+            why = "NVML does not report the memory of single processes on this machine"
             raise NvmlUnavailable(why)
         return int(used[self._pid])
 
@@ -126,20 +121,19 @@ def with_cuda(
     """Return the samples with the last GPU figures before each: the worker's ``points`` (monotonic ns,
     allocated bytes, driver's bytes), and the driver's bytes of NVML if it has any.
     """
-    if not points:
-        return samples
+
+    def latest(points: Sequence[tuple[int, ...]], t_ns: int, field: int) -> int | None:
+        index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
+        return points[index][field] if index >= 0 else None
+
     joined = []
-    for sample in samples:
-        _, allocated, driver = _latest(points, sample.t_ns) or (0, None, None)
+    for sample in samples if points else ():
+        allocated = latest(points, sample.t_ns, 1)
+        driver = latest(points, sample.t_ns, 2)
         if driver_points is not None:
-            driver = (_latest(driver_points, sample.t_ns) or (0, None))[1]
+            driver = latest(driver_points, sample.t_ns, 1)
         joined.append(replace(sample, cuda_allocated_bytes=allocated, cuda_driver_bytes=driver))
-    return joined
-
-
-def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
-    index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
-    return points[index] if index >= 0 else None
+    return joined or samples
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Read from the kernel's log which processes the OOM killer killed, and for which cgroup's limit.
 
-The kernel writes two lines for each kill. "oom-kill:constraint=..." names the cgroups, and "...
-Killed process ..." has the victim's memory. After ten kills within five seconds, the kernel leaves
-out the first line. If memory.oom.group is set, only the first victim has the first line. Source:
-mm/oom_kill.c and mm/memcontrol.c of the kernel, Documentation/ABI/testing/dev-kmsg.
+The kernel writes two lines for each kill: "oom-kill:constraint=..." names the cgroups, and "... Killed
+process ..." has the victim's memory. It leaves out the first line after ten kills within five seconds, and
+for all but the first victim if memory.oom.group is set. Source: mm/oom_kill.c and mm/memcontrol.c of the
+kernel, Documentation/ABI/testing/dev-kmsg.
 """
 
 import os
@@ -59,10 +59,9 @@ def kills_since(
     pids: Collection[int] = (),
     home: Path | None = None,
 ) -> tuple[Kill, ...] | None:
-    """Return the kills in ``group`` or below it, of the process ``main_pid``, and of ``pids``, since
-    ``position`` opened ``log``, which is closed; None if this user may not read the log. ``home`` is the
-    cgroup in which a command without a ``group`` started. The log has the machine's pids, so that in a
-    container no killed process is recognised as the main process.
+    """Return the kills in or below ``group``, of the process ``main_pid``, and of ``pids``, since ``position`` opened
+    ``log``, which is closed; None if this user may not read it. ``home`` is the cgroup in which a command
+    without a ``group`` started. In a container, the log's pids are others.
     """
     if log is None:
         return None
@@ -106,9 +105,7 @@ def parse_kills(
     pids: Collection[int] = (),
     home: str | None = None,
 ) -> tuple[Kill, ...]:
-    """Return the kills whose victim ran in ``group``, is ``main_pid`` or is in ``pids``. The paths of cgroups
-    in the log may have more folders before them.
-    """
+    """Return the kills that concern us (``kills_since``); in the log, a cgroup may have more folders before it."""
     kills: dict[int, Kill] = {}
     cause: tuple[int, str, str] | None = None  # the victim, its cgroup, and that at its limit
     is_whole_group = False

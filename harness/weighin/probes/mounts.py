@@ -45,7 +45,7 @@ def parse(text: str) -> list[Mounted]:
 
 def file_system_of(path: Path) -> str:
     """Return the type of the file system of ``path``, or of its nearest folder that exists."""
-    place = device_of(path)[0].resolve()
+    place = _device_of(path)[0].resolve()
     above = [one for one in read() if place.is_relative_to(one.place)]
     above.sort(key=lambda one: len(one.place.parts))  # the last mount at a folder hides the others
     return above[-1].kind if above else "unknown"
@@ -53,17 +53,16 @@ def file_system_of(path: Path) -> str:
 
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
     """Return how many bytes the kernel reads ahead on a page fault in a file at or below ``path``."""
-    _, number = device_of(path)
-    folders = "class/bdi", "dev/block", "dev/block"
-    # A partition has its disk's setting in the folder above, the last path.
-    names = "read_ahead_kb", "queue/read_ahead_kb", "../queue/read_ahead_kb"
-    for folder, name in zip(folders, names, strict=True):
-        if text := text_of(sysfs / folder / number / name):
+    _, number = _device_of(path)
+    disk = sysfs / "dev/block" / number
+    # A partition has its disk's setting in the folder above.
+    for folder in (sysfs / "class/bdi" / number, disk / "queue", disk / "../queue"):
+        if text := text_of(folder / "read_ahead_kb"):
             return int(text) * KIB
     return 128 * KIB  # the default of Linux
 
 
-def device_of(path: Path) -> tuple[Path, str]:
+def _device_of(path: Path) -> tuple[Path, str]:
     """Return ``path`` or its nearest existing parent folder, with the device number, such as "8:1"."""
     nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
     number = nearest.stat().st_dev

@@ -1,8 +1,7 @@
 """Drop a checkpoint's pages from the page cache, and count the pages that remain.
 
 The kernel charges a page to the cgroup that read it first. A RAM limit therefore does not cover a
-checkpoint that was cached before, and weighin drops the checkpoint's pages before each measurement
-(cell). For a cell with a warm cache, the measured process then reads the checkpoint into the cache.
+checkpoint that was cached before.
 
 Only a user who owns a file or may write to it can count its cached pages. For other users, cachestat
 fails (since Linux 6.15), and mincore reports every page as resident (since Linux 5.2).
@@ -41,9 +40,8 @@ class _Cachestat(ctypes.Structure):
 
 
 def drop(files: Iterable[Path]) -> int | None:
-    """Write back and drop the cached pages of ``files``; return the bytes that remain cached (a tmpfs keeps
-    its pages), or None if the pages of a file cannot be counted. A page that is mapped or in a per-CPU
-    batch survives the first attempt, so ``drop`` tries for 0.1 s.
+    """Write back and drop the cached pages of ``files``, for 0.1 s, because a page that is mapped or in a per-CPU
+    batch survives the first attempt. Return the bytes that remain (a tmpfs keeps its pages); None if unknown.
     """
     left = {file: _cached_bytes(file, drops=True) for file in files}
     deadline = time.monotonic() + _RETRY_S
@@ -60,9 +58,7 @@ def cached(files: Iterable[Path]) -> int | None:
 
 
 def cached_share(descriptor: int, offset: int, length: int) -> float:
-    """Return the cached share of a range's pages, from 0 to 1; 0 if they cannot be counted. A read with
-    RWF_NOWAIT would start the read-ahead.
-    """
+    """Return the cached share of a range's pages, from 0 to 1; 0 if unknown. RWF_NOWAIT would start read-ahead."""
     start = offset - offset % mmap.PAGESIZE
     length += offset - start
     pages = _cached_pages(descriptor, start, length)
@@ -85,9 +81,8 @@ def _sum(sizes: Collection[int | None]) -> int | None:
 def _cached_pages(descriptor: int, start: int, length: int) -> int | None:
     if length <= 0:
         return 0
-    if (pages := _cachestat_pages(descriptor, start, length)) is None:
-        pages = _mincore_pages(descriptor, start, length)
-    return pages
+    pages = _cachestat_pages(descriptor, start, length)
+    return _mincore_pages(descriptor, start, length) if pages is None else pages
 
 
 def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:

@@ -19,8 +19,7 @@ from weighin.result import OpenFile, Process
 from weighin.text import one_line
 from weighin.units import MIB
 
-SHARE: Final = 0.05
-"""The largest share of a processor's time in which to examine processes, as this disturbs them."""
+_SHARE: Final = 0.05  # of a processor's time in which to examine processes, as this disturbs them
 _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
 _MOST_ENDED: Final = 2000  # that are kept while the command runs
 _WITH_FILES: Final = 8  # processes
@@ -36,9 +35,7 @@ _RECENT: Final = 0.75  # growth counts since all processes together had this sha
 
 
 class Pause:
-    """Limits the ``with`` blocks of a repeated action to the share ``SHARE`` of one processor's time: ``with``
-    returns whether the action is due.
-    """
+    """Limits a repeated action to 5 % of one processor's time: ``with`` returns whether it is due."""
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
@@ -52,7 +49,7 @@ class Pause:
 
     def __exit__(self, *_: object) -> None:
         took_s = time.thread_time() - self._start_s  # without the time for which it waited
-        pause_s = max(self._least_s if self._is_due else 0.0, took_s / SHARE)
+        pause_s = max(self._least_s if self._is_due else 0.0, took_s / _SHARE)
         self._due_s = max(self._due_s, time.monotonic() + pause_s)
 
 
@@ -97,8 +94,8 @@ class _Seen:
             self.readings = (now, *self.readings[:1])
 
     def note_files(self, *, with_mapped: bool) -> None:
-        """Record the files that are open, and those of earlier calls as closed: their content may still be in
-        memory. Unless the call is ``with_mapped``, the mapped bytes are those of before.
+        """Record what is open, and files of earlier calls as closed: their content may still be in memory. The mapped
+        bytes are those of the last call ``with_mapped``.
         """
         with suppress(OSError):  # the process has ended, or is another user's
             found, now_ns = open_files(self.pid, with_mapped=with_mapped), time.monotonic_ns()
@@ -116,18 +113,6 @@ class _Seen:
                     files.append(replace(file, is_open=False))
             self.files = tuple(files[:_MOST_FILES])
 
-    def note_share(self, share: Shares, grown_bytes: int, parent: Self | None) -> None:
-        """What became private since a fork was copied, but for what is new, or what the parent gave back."""
-        self.grown_bytes = max(grown_bytes, 0)
-        if parent and parent.readings and self.readings:
-            grown = self.readings[0] - self.least_anon_bytes
-            given_back = max(self.parent_anon_bytes - parent.readings[0], 0)
-            self.copied_bytes = max(share.private - grown - given_back, 0)
-        elif not parent and self.copied_bytes:  # the copies that were seen before remain
-            self.copied_bytes = min(self.copied_bytes, share.private)
-        else:
-            self.copied_bytes = None
-
 
 class ProcessTable:
     def __init__(self) -> None:
@@ -135,8 +120,7 @@ class ProcessTable:
         self._ended: list[_Seen] = []
         self._names, self._files, self._memory = Pause(_REREAD_S), Pause(), Pause()
         self._past: list[dict[int, int]] = [{}]  # the anonymous memory of each, at each rise
-        self.most_anon_bytes = 0
-        """The most anonymous memory of a single process."""
+        self.most_anon_bytes = 0  # of a single process
 
     def look(self, pids: Collection[int], t_ns: int) -> None:
         for pid in self._running.keys() - pids:
@@ -176,8 +160,17 @@ class ProcessTable:
         recent_bytes = _RECENT * sum(now.values())
         before = next((p for p in reversed(self._past) if sum(p.values()) <= recent_bytes), {})
         for seen in found:
-            grown_bytes = now.get(seen.pid, 0) - before.get(seen.pid, 0)
-            seen.note_share(shares[seen.pid], grown_bytes, self._running.get(seen.parent_pid))
+            seen.grown_bytes = max(now.get(seen.pid, 0) - before.get(seen.pid, 0), 0)
+            parent, private = self._running.get(seen.parent_pid), shares[seen.pid].private
+            if parent and parent.readings and seen.readings:
+                # What became private since the fork was copied, unless it is new or the parent gave it back.
+                grown = seen.readings[0] - seen.least_anon_bytes
+                given_back = max(seen.parent_anon_bytes - parent.readings[0], 0)
+                seen.copied_bytes = max(private - grown - given_back, 0)
+            elif not parent and seen.copied_bytes:  # the copies that were seen before remain
+                seen.copied_bytes = min(seen.copied_bytes, private)
+            else:
+                seen.copied_bytes = None
 
     def _anon_now(self) -> dict[int, int]:
         return {pid: seen.readings[0] for pid, seen in self._running.items() if seen.readings}
@@ -191,8 +184,8 @@ class ProcessTable:
 
 
 def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
-    """Return up to 16 data files of at least 1 MiB that a process reads, the largest first: no programs,
-    libraries, locale archives, and files that are open only for writing.
+    """Return up to 16 data files of at least 1 MiB that a process reads, the largest first; no programs, libraries,
+    and locale archives.
     """
     files: dict[str, OpenFile] = {}
     for path, mapped_bytes in (_mapped(pid) if with_mapped else {}).items():

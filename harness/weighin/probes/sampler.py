@@ -1,9 +1,8 @@
 """Sample the memory of what is measured, in a thread of weighin: a load every 5 ms, a command every 20.
 
-Peaks come from the kernel's high-water marks, because samples miss short spikes. A cgroup's sums are
-cheap to read. Without a cgroup, weighin adds up the proportional set sizes (PSS) of the processes, which
-takes long, because the kernel walks the whole address space. So each process's share of the memory is
-read only when a command uses clearly more memory than at the last such reading.
+Peaks come from the kernel's high-water marks, because samples miss short spikes. A cgroup's sums are cheap
+to read; for the proportional set size (PSS) of a process, the kernel walks its whole address space. So each
+process's share is read only when a command uses clearly more memory than at the last such reading.
 """
 
 import csv
@@ -41,12 +40,9 @@ _Read = TypeVar("_Read")
 class Sampler:
     """Samples the memory of a command with all its processes, or of those that load.
 
-    * A command in a cgroup: what the kernel counts for it and below it, where ``file_bytes`` is the mapped page
-      cache. The kernel reclaims its lists active_file and inactive_file: page cache that is not locked, and
-      anonymous pages that were given back (MADV_FREE).
+    * A command in a cgroup: what the kernel counts for it and below it. ``file_bytes`` is the mapped page cache.
     * A command without a cgroup: the sum of the PSS of its processes, which misses shared memory that is
-      written, but not mapped. A sample between two sums repeats the last sum, with the change of anonymous
-      memory since then if it is that of just one process.
+      written, but not mapped.
     * A load: the sum of the anonymous memory of its ranks, and the cgroup's file-backed and shared memory,
       which counts a shared page only once; without a cgroup, the largest of any one rank.
 
@@ -89,7 +85,7 @@ class Sampler:
         self._members = [pid]
         self._look_around_ns = 0  # when the members and kills of a load's cgroup are read again
         self._search = Pause(_SEARCH_S if cgroup or loading else 0.0)
-        self._others_pause = Pause(_SEARCH_S)  # the kernel walks the address space of each process
+        self._others_pause = Pause(_SEARCH_S)
         self._keeping = Pause()
         self._kept: Sample | None = None
         self._most_needed_bytes = 0
@@ -164,8 +160,13 @@ class Sampler:
             # This takes three times as long as a load's own sample.
             self._look_around_ns = t_ns + int(_INTERVAL_S * 1e9)
             pids = self.pids()
-            if self._cgroup:
-                self._count_kills(self._cgroup)
+            if group := self._cgroup:
+                for folder in folders_of(group.path):
+                    if (kills := Cgroup(Path(folder)).numbers("oom").get("oom_kill")) is not None:
+                        self._kills[folder] = kills
+                ever = group.numbers("oom_below").get("oom_kill")
+                if self._kills or ever is not None:
+                    self.oom_kills = max(ever or 0, sum(self._kills.values()))
             if not self._loading or not self._measured.issuperset(pids):
                 self.table.look(pids, t_ns)
         sample = self.read(t_ns, pids)
@@ -191,8 +192,8 @@ class Sampler:
             self.peak = sample
 
     def _is_more(self, sample: Sample, before: Sample | None, step_bytes: int) -> bool:
-        """Return whether a sample has more needed memory than ``before``, or about as much, which is about the most
-        of all samples, and a total usage that is higher by ``step_bytes``.
+        """Return whether a sample has more needed memory than ``before``, or about the most and ``step_bytes`` more in
+        all.
         """
         if before is None:
             return True
@@ -234,14 +235,6 @@ class Sampler:
                     name = command_of(pid, "comm")
                 self.escape = f"{name} (pid {pid}) left {whose} cgroup for {where}"
 
-    def _count_kills(self, cgroup: Cgroup) -> None:
-        for folder in folders_of(cgroup.path):
-            if (kills := Cgroup(Path(folder)).read_oom_kills()) is not None:
-                self._kills[folder] = kills
-        ever = cgroup.numbers("oom_below").get("oom_kill")
-        if self._kills or ever is not None:
-            self.oom_kills = max(ever or 0, sum(self._kills.values()))
-
     def read(self, t_ns: int, pids: list[int]) -> Sample | None:
         group, charge, stat = self._cgroup, None, dict[str, int]()
         if group:
@@ -271,8 +264,13 @@ class Sampler:
                 memory = memory_fields(status)
                 own = Sample(t_ns=t_ns, minor_faults=minor, major_faults=major, **memory)
                 self.rank_samples.setdefault(number, []).append(own)
-        if len(self._loading) == 1:
-            self._add_up_others(pids)
+        with self._others_pause as is_due:
+            if is_due and len(self._loading) == 1:
+                rollups = _each(read_rollup, [pid for pid in pids if pid not in self._measured])
+                parts = (part for each in rollups.values() for part in each.items())
+                private_bytes = sum(size for name, size in parts if name.startswith("Private_"))
+                number, most_bytes = self.others
+                self.others = max(number, len(rollups)), max(most_bytes, private_bytes)
         now = [samples[-1] for samples in self.rank_samples.values()]
         if not any(one.t_ns == t_ns for one in now):
             return None
@@ -295,6 +293,7 @@ class Sampler:
 
     def _of_group(self, group: Cgroup, t_ns: int, charge: int, stat: dict[str, int]) -> Sample:
         anon, file, shmem = (stat.get(name, 0) for name in ("anon", "file", "shmem"))
+        # Page cache that is not locked, and anonymous pages that were given back (MADV_FREE):
         listed = stat.get("active_file", 0) + stat.get("inactive_file", 0)
         freed = min(max(listed - (file - shmem), 0), anon)
         mapped = max(stat.get("file_mapped", 0) - shmem, 0)
@@ -335,7 +334,7 @@ class Sampler:
                 self._counted_twice = min(max(self._counted_twice, least), most)
         if not self._shares or not status:
             return None
-        grown = 0
+        grown = 0  # since the last sum, if by just one process
         if status.keys() == self._status.keys():
             changes = [status[pid]["RssAnon"] - self._status[pid]["RssAnon"] for pid in status]
             grown = sum(changes) if len(changes) - changes.count(0) == 1 else 0
@@ -344,15 +343,6 @@ class Sampler:
         swap = sum(one.get("VmSwap", 0) for one in status.values())
         rss = anon + file + shmem
         return Sample(t_ns, rss, anon, file, shmem, swap, 0, 0, locked_bytes=locked)
-
-    def _add_up_others(self, pids: list[int]) -> None:
-        with self._others_pause as is_due:
-            if is_due:
-                rollups = _each(read_rollup, [pid for pid in pids if pid not in self._measured])
-                parts = (part for each in rollups.values() for part in each.items())
-                private_bytes = sum(size for name, size in parts if name.startswith("Private_"))
-                number, most_bytes = self.others
-                self.others = max(number, len(rollups)), max(most_bytes, private_bytes)
 
 
 def _usage(sample: Sample) -> int:

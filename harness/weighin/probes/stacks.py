@@ -1,7 +1,5 @@
-"""Read the stacks of a command's Python processes with py-spy when the command uses most memory.
-
-A command that is killed for lack of memory prints no traceback, but these stacks show which lines it
-ran last. py-spy stops each process while it reads that process's memory.
+"""Read the stacks of a command's Python processes with py-spy when the command uses most memory: a command
+that is killed for lack of memory prints no traceback. py-spy stops each process while it reads it.
 """
 
 import shutil
@@ -44,16 +42,12 @@ _STEPS_IN_MARGIN: Final = 16  # readings while the usage rises through the margi
 
 
 class StackTaker:
-    """Reads stacks when ``look`` gets a usage near the limit, or much above the last reading's.
-
-    ``frozen_ns`` is the time of all readings, in which py-spy stops processes for moments.
-    """
+    """Reads stacks, for ``frozen_ns`` in all, in which py-spy stops processes for moments."""
 
     def __init__(self, pids: Callable[[], list[int]], cgroup: Path | None = None) -> None:
         self.frozen_ns = 0
         self._pids = pids
         self._limit = room_in(cgroup) if cgroup else None
-        self._margin_bytes = max(_MARGIN_BYTES, int((self._limit or 0) * _MARGIN))
         self._start_s = self._reading_s = self._read_s = time.monotonic()
         self._taken_ns = self._taken_bytes = 0
         self._last = (0, 0)
@@ -61,8 +55,8 @@ class StackTaker:
         self._reading: list[Future[list[Stack]]] = []
         self._looks: deque[list[Stack]] = deque(maxlen=_KEPT)
         self._others: set[Path] = set()  # programs that are not Python
-        folder = str(Path(sys.executable).parent)
-        self._program = shutil.which("py-spy", path=folder) or shutil.which("py-spy") or ""
+        ours = shutil.which("py-spy", path=Path(sys.executable).parent)
+        self._program = ours or shutil.which("py-spy") or ""
         self._error = "no Python process used more memory than before"
         if not self._program:
             self._error = f"py-spy is not installed: {install.command('stacks')}"
@@ -78,10 +72,8 @@ class StackTaker:
         return "" if self.stacks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Begin to read stacks if the usage at ``t_ns`` is near the limit, or much above the last one.
-
-        Sampling goes on meanwhile, and the largest usage until the reading has ended is that of its
-        stacks.
+        """Begin to read stacks if the usage at ``t_ns`` is near the limit, or much above the last one. The stacks'
+        usage is the largest until the reading has ended.
         """
         is_read = all(one.done() for one in self._reading)
         if self._reading and usage_bytes > self._taken_bytes:
@@ -116,15 +108,14 @@ class StackTaker:
                 found += one.result()
         if found:
             t_ns, usage_bytes = self._taken_ns, self._taken_bytes
-            found = [replace(stack, t_ns=t_ns, usage_bytes=usage_bytes) for stack in found]
-            self._looks.append(found)
+            self._looks.append([replace(x, t_ns=t_ns, usage_bytes=usage_bytes) for x in found])
         if self._reading:
             self.frozen_ns += int((self._read_s - self._reading_s) * 1e9)
             self._reading = []
 
     def _is_worth(self, t_ns: int, usage_bytes: int) -> bool:
-        """Near the limit, where the kernel may kill the command at any moment, the first reading is
-        always made. A reading at a usage that is higher by a quarter waits for no pause.
+        """Near the limit, where the kernel may kill the command at any moment, the first reading is always made. One
+        at a usage that is higher by a quarter waits for no pause.
         """
         (before_ns, before_bytes), self._last = self._last, (t_ns, usage_bytes)
         growth = usage_bytes - self._taken_bytes
@@ -132,19 +123,23 @@ class StackTaker:
         is_much = growth >= max(_MUCH_BYTES, self._taken_bytes * _MUCH)
         if self._limit and usage_bytes > _LEAST_SHARE * self._limit:
             rate = (usage_bytes - before_bytes) / max(t_ns - before_ns, 1)
-            if self._limit - usage_bytes <= max(self._margin_bytes, rate * _SOON_NS):
+            margin_bytes = max(_MARGIN_BYTES, int(self._limit * _MARGIN))
+            if self._limit - usage_bytes <= max(margin_bytes, rate * _SOON_NS):
                 if not self._was_near:
                     self._was_near = True
                     return True
-                least_bytes = self._margin_bytes // _STEPS_IN_MARGIN
+                least_bytes = margin_bytes // _STEPS_IN_MARGIN
         is_allowed = self.frozen_ns / 1e9 <= _SHARE * (time.monotonic() - self._start_s)
         return growth >= least_bytes and (is_allowed or is_much)
 
     def _dump(self, pid: int) -> list[Stack]:
-        """Return a process's stacks. One with a thread in uninterruptible sleep, which does not stop,
-        is read without a stop after 1 second, and so is one that strace or a debugger traces.
+        """Return a process's stacks. One with a thread in uninterruptible sleep, which does not stop, is read without
+        a stop after 1 second, and so is one that strace or a debugger traces.
         """
-        states, found = _states_of_threads(pid), list[Stack]()
+        states, found = dict[int, str](), list[Stack]()
+        with suppress(OSError):  # the process has ended
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                states[int(task.name)] = read_text(f"{task}/stat").rpartition(")")[2].split()[0]
         for options in ((), ("--nonblocking",)):
             left_s = self._reading_s + _PATIENCE_S - time.monotonic()
             if not options and "D" in states.values():
@@ -191,19 +186,8 @@ def _program_of(pid: int) -> Path:
     return Path(f"/proc/{pid}/exe").readlink()
 
 
-def _states_of_threads(pid: int) -> dict[int, str]:
-    """Return letters: R for a thread that runs, D for one in uninterruptible sleep, and others."""
-    states = {}
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            states[int(task.name)] = read_text(f"{task}/stat").rpartition(")")[2].split()[0]
-    return states
-
-
 def _stacks_of(pid: int, threads: list[Any], states: dict[int, str]) -> list[Stack]:
-    """Return up to 8 stacks of a process: running threads first, and among equal threads, the thread
-    with the GIL and the main thread first. Of more than 40 frames, only the first and last 20 are kept.
-    """
+    """Return up to 8 stacks: of threads that run, then of that with the GIL and the main thread, then of others."""
     folder, half, stacks = "", _MOST_FRAMES // 2, []
     with suppress(OSError):
         folder = f"{Path(f'/proc/{pid}/cwd').readlink()}/"
