@@ -111,9 +111,7 @@ class Interrupted(HarnessError):
 
 @contextmanager
 def extra(name: str, purpose: str) -> Iterator[None]:
-    """Turn a failed import in the ``with`` block into a ConfigError with the command that installs the
-    extra ``name`` of weighin; ``purpose`` is the feature that needs the package.
-    """
+    """Turn a failed import into a ConfigError: ``purpose``, a feature, needs the extra ``name`` of weighin."""
     try:
         yield
     except ImportError as error:

@@ -47,9 +47,7 @@ def no_link(path: "Path", folder: "Path") -> None:
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
-    """Return the value of a JSON text; raise ValueError if it is not JSON, too deep or too large, or
-    (with ``finite``) has a number that is NaN or infinite.
-    """
+    """Return the value of a JSON text; raise ValueError if it is none, too deep, too large or not ``finite``."""
     try:
         return bounded(json.loads(text, parse_constant=_refuse if finite else None))
     except RecursionError:

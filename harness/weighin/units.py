@@ -38,10 +38,9 @@ def _parse(text: str, factors: Mapping[str, int], kind: str, least: str, example
 
 
 def parse_bytes(text: str, *, decimal: bool = False) -> int:
-    """Return the size in ``text`` as bytes: "8g", "8GiB", "6500m", "1.5 GiB"; or raise ConfigError.
-
-    k, m, g and t are powers of 1024. "GB" is an error, unless ``decimal`` (for shard sizes and rates)
-    says that it is 1000**3, because some tools read it so and others as 1024**3.
+    """Return the size in ``text`` as bytes: "8g", "8GiB", "6500m", "1.5 GiB"; k, m, g and t are powers of 1024.
+    Some tools read "GB" as 1000**3 and others as 1024**3: it is an error, unless ``decimal`` (for shard
+    sizes) says that it is 1000**3.
     """
     if decimal:
         return _parse(text, _SIZES | _DECIMAL, "size", "byte", "20MB, 5GB, 2GiB or 4096")
@@ -84,7 +83,7 @@ def format_seconds(nanoseconds: int) -> str:
 
 
 def parse_seconds(text: str) -> int:
-    """Return the duration in ``text`` as nanoseconds: "2.5 s", "150ms", "3 min"; or raise ConfigError."""
+    """Return the duration in ``text`` as nanoseconds: "2.5 s", "150ms", "3 min"."""
     return _parse(text, _DURATIONS, "duration", "nanosecond", "2.5 s, 150 ms or 3 min")
 
 
@@ -95,9 +94,7 @@ def format_latency(nanoseconds: int) -> str:
 
 
 def parse_rate(text: str) -> int:
-    """Return the rate in ``text`` in bytes per second: "200MB/s", "100MiB/s", with or without the "/s";
-    MB is 1000**2, as makers of disks and networks count.
-    """
+    """Return the rate in ``text`` in bytes per second: "200MB/s", "100MiB", where MB is 1000**2."""
     size, examples = text.strip().removesuffix("/s"), "200MB/s, 1.5GB/s or 100MiB/s"
     rate = _parse(size, _SIZES | _DECIMAL, "rate", "byte per second", examples)
     if rate < _LEAST_BYTES_PER_S:

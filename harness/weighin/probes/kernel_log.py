@@ -21,9 +21,6 @@ from weighin.units import KIB
 MACHINE: Final = "machine"  # in ``Kill.limit_of``: not a cgroup was out of memory
 UNKNOWN: Final = "unknown"  # a cgroup, which the log does not name
 _LOG: Final = Path("/dev/kmsg")
-_MESSAGE_BYTES: Final = 8192
-_FACILITY_SHIFT: Final = 3  # the lower bits of a message's first number are its priority
-_LATE_S: Final = 0.05  # a victim may end before the kernel writes the line with its memory
 _CAUSE: Final = re.compile(
     r"oom-kill:constraint=\w+,.*?(?:,oom_memcg=(?P<limited>.*?))?(?:,task_memcg=(?P<group>.*?))?"
     r",task=(?P<name>.*),pid=(?P<pid>\d+),uid=\d+\Z"
@@ -80,7 +77,7 @@ def kills_since(
             found = parse_kills(lines, inside(group), main_pid, pids, inside(group or home))
             if all(kill.anon_bytes is not None for kill in found):
                 break
-            time.sleep(_LATE_S)
+            time.sleep(0.05)  # a victim may end before the kernel writes the line with its memory
     return found
 
 
@@ -88,13 +85,13 @@ def _read(log: int) -> Iterator[str]:
     """Yield the first line of each message from the kernel up to the log's end, oldest first."""
     while True:
         try:
-            message = os.read(log, _MESSAGE_BYTES)
+            message = os.read(log, 8192)
         except BlockingIOError:  # the end
             return
         except BrokenPipeError:  # the kernel has overwritten the oldest messages
             continue
         numbers, _, text = message.decode(errors="replace").partition(";")
-        if int(numbers.partition(",")[0]) >> _FACILITY_SHIFT == 0:  # else a program wrote it
+        if int(numbers.partition(",")[0]) >> 3 == 0:  # the facility; else a program wrote it
             yield text.split("\n", 1)[0]
 
 

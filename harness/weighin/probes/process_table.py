@@ -21,17 +21,9 @@ from weighin.units import MIB
 
 _SHARE: Final = 0.05  # of a processor's time in which to examine processes, as this disturbs them
 _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
-_MOST_ENDED: Final = 2000  # that are kept while the command runs
 _WITH_FILES: Final = 8  # processes
-_MOST_FILES: Final = 32  # of one process, including files that it has closed
-_MOST_OPEN_FILES: Final = 16
-_MOST_DESCRIPTORS: Final = 512  # the first ones, because a server may have ten thousand
-_SMALLEST_BYTES: Final = MIB  # smaller files explain little memory
 _LIBRARY: Final = re.compile(r".*\.so(?:\.[\d.]+)?")
 _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
-_REREAD_S: Final = 0.5
-_MORE: Final = 1.1
-_RECENT: Final = 0.75  # growth counts since all processes together had this share of the memory
 
 
 class Pause:
@@ -49,8 +41,8 @@ class Pause:
 
     def __exit__(self, *_: object) -> None:
         took_s = time.thread_time() - self._start_s  # without the time for which it waited
-        pause_s = max(self._least_s if self._is_due else 0.0, took_s / _SHARE)
-        self._due_s = max(self._due_s, time.monotonic() + pause_s)
+        if self._is_due:
+            self._due_s = time.monotonic() + max(self._least_s, took_s / _SHARE)
 
 
 @dataclass(slots=True)
@@ -111,14 +103,14 @@ class _Seen:
                     files.append(file)
                 elif not with_mapped or file.position_bytes is not None:
                     files.append(replace(file, is_open=False))
-            self.files = tuple(files[:_MOST_FILES])
+            self.files = tuple(files[:32])
 
 
 class ProcessTable:
     def __init__(self) -> None:
         self._running: dict[int, _Seen] = {}
         self._ended: list[_Seen] = []
-        self._names, self._files, self._memory = Pause(_REREAD_S), Pause(), Pause()
+        self._names, self._files, self._memory = Pause(least_s=0.5), Pause(), Pause()
         self._past: list[dict[int, int]] = [{}]  # the anonymous memory of each, at each rise
         self.most_anon_bytes = 0  # of a single process
 
@@ -137,12 +129,12 @@ class ProcessTable:
                 seen.note_memory(self._running.get(seen.parent_pid))
                 self.most_anon_bytes = max((self.most_anon_bytes, *seen.readings))
             now = self._anon_now() if is_due else {}
-            if sum(now.values()) >= _MORE * sum(self._past[-1].values()) + MIB:
+            if sum(now.values()) >= 1.1 * sum(self._past[-1].values()) + MIB:
                 self._past.append(now)
         with self._files as is_due:
             for seen in heapq.nlargest(_WITH_FILES, running, key=_Seen.weight) if is_due else ():
                 seen.note_files(with_mapped=False)
-        if len(self._ended) > _MOST_ENDED:
+        if len(self._ended) > 2000:  # so many are kept while the command runs
             self._ended = heapq.nlargest(_MOST_PROCESSES, self._ended, key=_Seen.weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
@@ -157,7 +149,7 @@ class ProcessTable:
         for seen in heapq.nlargest(_WITH_FILES, found, key=_Seen.weight):
             seen.note_files(with_mapped=True)
         now = self._anon_now()
-        recent_bytes = _RECENT * sum(now.values())
+        recent_bytes = 0.75 * sum(now.values())  # growth counts since all together had so much
         before = next((p for p in reversed(self._past) if sum(p.values()) <= recent_bytes), {})
         for seen in found:
             seen.grown_bytes = max(now.get(seen.pid, 0) - before.get(seen.pid, 0), 0)
@@ -192,7 +184,7 @@ def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
         with suppress(OSError):  # the file was deleted
             if size := _large_size(f"/proc/{pid}/root{path}"):
                 files[path] = OpenFile(one_line(path), size, mapped_bytes=mapped_bytes)
-    for link in islice(Path(f"/proc/{pid}/fd").iterdir(), _MOST_DESCRIPTORS):
+    for link in islice(Path(f"/proc/{pid}/fd").iterdir(), 512):  # a server may have ten thousand
         with suppress(OSError):  # the file was closed
             if not (size := _large_size(str(link))):
                 continue
@@ -206,12 +198,12 @@ def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
                 int(position.split()[1]), was.position_bytes or 0
             )  # it may be open twice
             files[path] = replace(was, size_bytes=size, position_bytes=furthest)
-    return tuple(sorted(files.values(), key=lambda file: -file.size_bytes)[:_MOST_OPEN_FILES])
+    return tuple(sorted(files.values(), key=lambda file: -file.size_bytes)[:16])
 
 
 def _large_size(path: str) -> int:
     found = os.stat(path)  # noqa: PTH116 (quicker than Path.stat)
-    is_large = stat.S_ISREG(found.st_mode) and found.st_size >= _SMALLEST_BYTES
+    is_large = stat.S_ISREG(found.st_mode) and found.st_size >= MIB
     return found.st_size if is_large else 0
 
 

@@ -29,9 +29,7 @@ from weighin.units import MIB
 _INTERVAL_S: Final = 0.02
 _LOAD_INTERVAL_S: Final = 0.005
 _FAST_INTERVAL_S: Final = 0.001
-_NEAR: Final = 4  # the limit is near if the command's growth meets it within so many intervals
 _SEARCH_S: Final = 0.1  # between two searches for descendants, or readings of other processes
-_MUCH_MORE: Final = 1.2  # times the usage of the last table; then a new table is read at once
 _KERNEL_PARTS: Final = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
 """The parts of kernel memory in memory.stat of v2, for kernels before 5.18, which give no sum."""
 _Read = TypeVar("_Read")
@@ -107,7 +105,6 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> list[Sample]:
-        """Take a last sample, end the thread, and return all samples."""
         self._stop.set()
         self._thread.join()
         return self.samples
@@ -134,7 +131,6 @@ class Sampler:
             self._cgroup.raise_limit()
 
     def _run(self) -> None:
-        """A command that, growing as now, would meet its limit within 4 intervals is sampled every millisecond."""
         if not self._loading:
             # The lowest real-time priority lets the thread run although the command uses all processors;
             # the processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
@@ -145,9 +141,9 @@ class Sampler:
         while not is_last:  # the last sample is taken after the stop
             is_last, start_s, interval_s = self._stop.is_set(), time.monotonic(), self._interval_s
             now = self._look()
-            if now and before and self._room_bytes is not None:
+            if now and before and self._room_bytes is not None:  # it may soon meet its limit
                 rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
-                if rate * interval_s * _NEAR > self._room_bytes - _used(now):
+                if rate * interval_s * 4 > self._room_bytes - _used(now):
                     interval_s = min(_FAST_INTERVAL_S, interval_s)
             before = now
             self._stop.wait(max(start_s + interval_s - time.monotonic(), 0))
@@ -177,7 +173,7 @@ class Sampler:
         step_bytes = max(MIB, _usage(sample) // 100)
         if not self._loading and self._is_fresh and self._is_more(sample, self._kept, step_bytes):
             with self._keeping as is_due:
-                if is_due or _used(sample) > _MUCH_MORE * _used(self._kept or sample):
+                if is_due or _used(sample) > 1.2 * _used(self._kept or sample):
                     # The shares of a tree are those of the last sum.
                     shares = _each(read_shares, self.pids()) if self._cgroup else self._shares
                     self.table.keep(shares)
@@ -279,17 +275,12 @@ class Sampler:
             shmem = stat.get("shmem", 0)
             file = max(stat.get("file", 0) - shmem, 0)
         summed = ("anon_bytes", "swap_bytes", "minor_faults", "major_faults")
-        sums = {name: sum(getattr(one, name) for one in now) for name in summed}
-        return Sample(
-            t_ns=t_ns,
-            rss_bytes=sums["anon_bytes"] + file + shmem,
-            file_bytes=file,
-            shmem_bytes=shmem,
-            cgroup_bytes=charge,
-            cgroup_file_bytes=stat.get("file", 0) if stat else None,
-            cgroup_shmem_bytes=stat.get("shmem", 0) if stat else None,
-            **sums,
-        )
+        anon, swap, minor, major = (sum(getattr(one, name) for one in now) for name in summed)
+        sample = Sample(t_ns, anon + file + shmem, anon, file, shmem, swap, minor, major, charge)
+        if not stat:
+            return sample
+        cached, shared = stat.get("file", 0), stat.get("shmem", 0)
+        return replace(sample, cgroup_file_bytes=cached, cgroup_shmem_bytes=shared)
 
     def _of_group(self, group: Cgroup, t_ns: int, charge: int, stat: dict[str, int]) -> Sample:
         anon, file, shmem = (stat.get(name, 0) for name in ("anon", "file", "shmem"))

@@ -23,13 +23,8 @@ from weighin.result import Stack
 from weighin.text import one_line
 from weighin.units import MIB
 
-_SHARE: Final = 0.05  # of the time, for which readings may stop a command
-_KEPT: Final = 8  # readings: the last ones, which have the highest usage
 _MOST_FRAMES: Final = 40
-_MOST_PROCESSES: Final = 4
-_MOST_THREADS: Final = 8
 _PATIENCE_S: Final = 3.0
-_STOP_PATIENCE_S: Final = 1.0
 _GROWTH: Final = 0.05
 _GROWTH_BYTES: Final = 16 * MIB
 _MUCH: Final = 1 / 4  # of the last reading's usage: one is at least at 4/5 of a sampled peak
@@ -53,7 +48,7 @@ class StackTaker:
         self._last = (0, 0)
         self._was_near = False
         self._reading: list[Future[list[Stack]]] = []
-        self._looks: deque[list[Stack]] = deque(maxlen=_KEPT)
+        self._looks: deque[list[Stack]] = deque(maxlen=8)
         self._others: set[Path] = set()  # programs that are not Python
         ours = shutil.which("py-spy", path=Path(sys.executable).parent)
         self._program = ours or shutil.which("py-spy") or ""
@@ -88,7 +83,7 @@ class StackTaker:
             with suppress(OSError):  # the process has ended, or is another user's
                 if _program_of(pid) not in self._others:
                     sizes[pid] = read_status(pid).get("VmRSS", 0)
-        if pids := sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]:
+        if pids := sorted(sizes, key=lambda pid: -sizes[pid])[:4]:
             self._taken_ns, self._taken_bytes = t_ns, usage_bytes
             self._reading_s = self._read_s = time.monotonic()
             pool = ThreadPoolExecutor(len(pids))
@@ -129,7 +124,7 @@ class StackTaker:
                     self._was_near = True
                     return True
                 least_bytes = margin_bytes // _STEPS_IN_MARGIN
-        is_allowed = self.frozen_ns / 1e9 <= _SHARE * (time.monotonic() - self._start_s)
+        is_allowed = self.frozen_ns / 1e9 <= 0.05 * (time.monotonic() - self._start_s)
         return growth >= least_bytes and (is_allowed or is_much)
 
     def _dump(self, pid: int) -> list[Stack]:
@@ -143,7 +138,7 @@ class StackTaker:
         for options in ((), ("--nonblocking",)):
             left_s = self._reading_s + _PATIENCE_S - time.monotonic()
             if not options and "D" in states.values():
-                left_s = min(left_s, _STOP_PATIENCE_S)
+                left_s = min(left_s, 1.0)
             try:
                 ended = subprocess.run(
                     [self._program, "dump", "--json", *options, "--pid", str(pid)],
@@ -196,7 +191,7 @@ def _stacks_of(pid: int, threads: list[Any], states: dict[int, str]) -> list[Sta
         number = thread["os_thread_id"]
         return states.get(number) not in ("R", "D"), not thread["owns_gil"], number != pid
 
-    for each in sorted((one for one in threads if one["frames"]), key=order)[:_MOST_THREADS]:
+    for each in sorted((one for one in threads if one["frames"]), key=order)[:8]:
         lines = [
             one_line(f"{one['name']} ({one['filename'].removeprefix(folder)}:{one['line']})")
             for one in each["frames"]
