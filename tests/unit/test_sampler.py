@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from weighin.probes import process_table
 from weighin.probes.cgroup import Cgroup
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.result import Sample
@@ -155,6 +156,18 @@ def test_it_stops_at_once_whatever_its_interval(child: Child) -> None:
     sampler.start()
     wait_for(sampler, lambda _: True)
     assert len(sampler.stop()) <= 2  # it samples once more at its end
+
+
+def test_a_pause_is_a_share_of_what_an_action_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now_s": 100.0}
+    for name in ("monotonic", "thread_time"):
+        monkeypatch.setattr(time, name, lambda: clock["now_s"])
+    pause, seen = process_table.Pause(), []
+    for _ in range(23):
+        with pause as is_due:  # one that is not due puts nothing off
+            seen.append(is_due)
+            clock["now_s"] += 1.0
+    assert [number for number, is_due in enumerate(seen) if is_due] == [0, 21]
 
 
 def test_samples_as_text(tmp_path: Path) -> None:

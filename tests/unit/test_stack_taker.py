@@ -91,3 +91,17 @@ def test_without_py_spy_the_reason_says_what_to_install(monkeypatch: pytest.Monk
     assert taker.stacks == ()
     assert taker.why.startswith("py-spy is not installed: pip install ")
     assert "stacks" in taker.why
+
+
+def test_an_answer_of_another_kind_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "py-spy"
+    program.write_text("#!/bin/sh\necho '{\"a\": 1}'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: str(program))
+    taker = StackTaker(lambda: [os.getpid()])
+    look(taker, 1, 100 * MIB)
+    assert taker.why.startswith("the answer of py-spy cannot be read: TypeError")
+    assert taker.frozen_ns >= 0
+    look(taker, 2, 200 * MIB)

@@ -17,8 +17,7 @@ from weighin.phase_reporter import read_text
 from weighin.probes import mounts
 from weighin.probes.mounts import Mounted
 
-LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
-"""The environment variable with the name of a lock that replaces the machine's default one."""
+LOCK_VARIABLE: Final = "WEIGHIN_LOCK"  # names a lock that replaces the machine's default one
 _UNLIMITED: Final = 2**60  # a larger number means on v1 that there is no limit
 _FILES: Final = {  # on v1, on v2; empty for what there is not
     "stat": ("memory.stat", "memory.stat"),
@@ -32,8 +31,7 @@ _FILES: Final = {  # on v1, on v2; empty for what there is not
     "kernel": ("memory.kmem.usage_in_bytes", ""),
     "kernel_peak": ("memory.kmem.max_usage_in_bytes", ""),
 }
-_V1_STAT: Final = {"anon": "rss", "file": "cache", "file_mapped": "mapped_file"}
-"""The lines of v1's memory.stat that have other names than those of v2."""
+_V1_STAT: Final = {"anon": "rss", "file": "cache", "file_mapped": "mapped_file"}  # of v2, of v1
 
 
 def start_time(pid: int) -> int | None:

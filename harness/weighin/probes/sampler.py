@@ -30,8 +30,6 @@ _INTERVAL_S: Final = 0.02
 _LOAD_INTERVAL_S: Final = 0.005
 _FAST_INTERVAL_S: Final = 0.001
 _SEARCH_S: Final = 0.1  # between two searches for descendants, or readings of other processes
-_KERNEL_PARTS: Final = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
-"""The parts of kernel memory in memory.stat of v2, for kernels before 5.18, which give no sum."""
 _Read = TypeVar("_Read")
 
 
@@ -221,9 +219,8 @@ class Sampler:
         self._inside = inside | {self._pid}
         with self._search as is_due:
             if is_due:
-                suspects |= {
-                    pid for pid in psutil.pids() if parent_of(pid) in self._inside
-                } - inside
+                children = {pid for pid in psutil.pids() if parent_of(pid) in self._inside}
+                suspects |= children - inside
         for pid in suspects:
             if where := has_left_for(pid, cgroup.path):
                 name = "a process"
@@ -288,7 +285,9 @@ class Sampler:
         listed = stat.get("active_file", 0) + stat.get("inactive_file", 0)
         freed = min(max(listed - (file - shmem), 0), anon)
         mapped = max(stat.get("file_mapped", 0) - shmem, 0)
-        parts = [stat[part] for part in _KERNEL_PARTS if part in stat]
+        # Kernels before 5.18 give no sum of their memory.
+        kernel_parts = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
+        parts = [stat[part] for part in kernel_parts if part in stat]
         major = stat.get("pgmajfault", 0)
         return Sample(
             t_ns=t_ns,
