@@ -1,10 +1,13 @@
 """Use a loaded and verified model in a phase of its own: overwrite, train, convert, copy or save it, or fork."""
 
+import os
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from signal import Signals
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -16,6 +19,7 @@ from weighin.worker.loading import Inputs, import_strategy, named_tensors
 CHILDREN: Final = 2
 _GRADIENT: Final = 1e-3
 _RATE: Final = 1e-3
+_NUMBER_BYTES: Final = 8
 
 
 class Done(NamedTuple):
@@ -93,42 +97,48 @@ def in_forks(function: Callable[[], object]) -> Done:
     """Run a function in forked processes at once, and read the private dirty memory of each: what it copied because
     it wrote to it. All live until the last one has run the function; one that ends before raises RuntimeError.
     """
-    from torch.multiprocessing import get_context
-
-    forking = get_context("fork")
-    until, end = forking.Pipe(duplex=False)  # all processes end when ``end`` is closed
-
-    def run(answer: Any) -> None:
-        end.close()
-        torch.set_num_threads(1)  # the threads of the parent do not exist here
-        function()
-        answer.send(read_rollup()["Private_Dirty"])
-        until.poll(None)
-
-    children, sizes = [], list[int]()
+    until, end = os.pipe()  # all processes end when ``end`` is closed
+    children: dict[int, int] = {}
     try:
         for _ in range(CHILDREN):
-            told, answer = forking.Pipe(duplex=False)
-            (child := forking.Process(target=run, args=[answer])).start()
-            children.append((child, told))
-            answer.close()
-        for child, told in children:
-            try:
-                sizes.append(told.recv())
-            except EOFError:
-                child.join()
-                code = child.exitcode or 0
-                how = (
-                    f"was ended by {Signals(-code).name}"
-                    if code < 0
-                    else f"ended with exit code {code}"
-                )
-                raise RuntimeError(f"a forked process {how}") from None
+            told, answer = os.pipe()
+            if not (pid := os.fork()):
+                os.close(end)
+                _run(function, answer, until)
+            os.close(answer)
+            children[pid] = told
+        sizes = []
+        for pid, told in children.items():
+            if not (size := os.read(told, _NUMBER_BYTES)):
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                how = f"ended with exit code {code}"
+                if code < 0:
+                    how = f"was ended by {Signals(-code).name}"
+                raise RuntimeError(f"a forked process {how}")
+            sizes.append(int.from_bytes(size))
         return Done(children_private_bytes=tuple(sizes))
     finally:
-        end.close()
-        for child, _told in children:
-            child.join()
+        os.close(end)
+        for pid, told in children.items():
+            with suppress(ChildProcessError):  # it was waited for
+                os.waitpid(pid, 0)
+            os.close(told)
+        os.close(until)
+
+
+def _run(function: Callable[[], object], answer: int, until: int) -> None:
+    """Run the function in the child, and end the child when the parent has closed the other end of ``until``."""
+    code = 1
+    try:
+        torch.set_num_threads(1)  # the threads of the parent do not exist here
+        function()
+        os.write(answer, read_rollup()["Private_Dirty"].to_bytes(_NUMBER_BYTES))
+        os.read(until, 1)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 FUNCTIONS: Final[dict[str, Function]] = {
