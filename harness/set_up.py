@@ -3,9 +3,8 @@
     python3 harness/set_up.py          # what `make bench` and the other commands of weighin need
     python3 harness/set_up.py --dev    # adds what `make test`, `make lint` and `make docs` need
 
-The first printed line names the packages' purpose, their size, and about how long the installation
-takes. On a machine without a GPU, torch comes from PyTorch's index of CPU builds, unless pip's settings
-name other places for packages: pip's default index has only the much larger CUDA build.
+On a machine without a GPU, torch comes from PyTorch's index of CPU builds, unless pip's settings name
+other places for packages: pip's default index has only the much larger CUDA build.
 """
 
 import re
@@ -13,40 +12,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NoReturn
 
 ROOT: Final = Path(__file__).parents[1]
 FOLDER: Final = ROOT / ".venv"
 CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
-PLACES: Final = ("index-url", "extra-index-url", "find-links", "no-index")
-"""Settings of pip that name places from which pip gets packages."""
-
-
-class Kind(NamedTuple):
-    """One of the two kinds of installation; the sizes were measured with torch's CPU build."""
-
-    extra: str
-    purpose: str
-    download: str
-    disk: str
-    minutes: str
-
-
 CUDA: Final = "the CUDA build, about 2.6 GiB more to download and 4.5 GiB more on the disk"
-USE: Final = Kind("hf", "weighin's commands", "280 MiB", "1.3 GiB", "1 to 3 minutes")
-DEV: Final = Kind("dev", "tests, checks and docs", "270 MiB", "1.0 GiB", "1 to 3 minutes")
+USE: Final = "weighin's commands need into .venv: about 280 MiB to download, 1.3 GiB on the disk"
+DEV: Final = (
+    "tests, checks and docs need into .venv: about 270 MiB to download, 1.0 GiB on the disk"
+)
 AVOID: Final = (
     "to avoid it, press Ctrl-C, and name a folder or an index that has torch's CPU build:"
     " PIP_FIND_LINKS=FOLDER or PIP_EXTRA_INDEX_URL=URL before the same command"
 )
-
-
-def announcement(kind: Kind) -> str:
-    """Return the first printed line."""
-    return (
-        f"installing what {kind.purpose} need into .venv: about {kind.download} to download,"
-        f" {kind.disk} on the disk, {kind.minutes}"
-    )
 
 
 def source(gpu: bool, settings: list[str]) -> tuple[bool, str]:
@@ -65,77 +44,70 @@ def gpu_is_here(root: Path = Path("/")) -> bool:
 
 
 def pip_settings(python: Path) -> list[str]:
-    """Return the names of the ``PLACES`` that pip's configuration files or variables set."""
+    """Return the names of pip's settings that say from which places it gets packages."""
     listed = subprocess.run(
         [python, "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True, check=True
     )
-    names = re.findall(r"^(?:global|install|:env:)\.([\w-]+)=", listed.stdout, re.MULTILINE)
-    return sorted(set(PLACES) & set(names))
-
-
-def pinned_torch() -> str:
-    """Return the line of constraints.txt for torch."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return next(line for line in lines if line.startswith("torch=="))
+    places = r"^(?:global|install|:env:)\.(index-url|extra-index-url|find-links|no-index)="
+    return sorted(set(re.findall(places, listed.stdout, re.MULTILINE)))
 
 
 def install_cpu_build(python: Path) -> None:
     """Install torch's CPU build; if the index does not answer, say which build pip installs instead."""
-    pip, index = [python, "-m", "pip"], ["--index-url", CPU_INDEX]
+    index = ["--index-url", CPU_INDEX]
     asked = subprocess.run(
-        [*pip, "index", "versions", "torch", *index, "--retries=0", "--timeout=10"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [python, "-m", "pip", "index", "versions", "torch", *index, "--retries=0", "--timeout=10"],
+        capture_output=True,
         check=False,
     )
     if asked.returncode:
         print(f"{CPU_INDEX} does not answer: pip installs {CUDA}\n{AVOID}", flush=True)
-    else:
-        _install(python, "--no-deps", *index, pinned_torch())
+        return
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = next(line for line in lines if line.startswith("torch=="))
+    install(python, "--no-deps", *index, pinned)
 
 
 def create() -> None:
     """Create .venv with nothing but pip."""
     if sys.version_info < (3, 11):  # noqa: UP036 (this script also starts with an older Python)
-        _fail(
+        fail(
             f"weighin needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}",
             "name a newer one: PYTHON=python3.12 before the same command",
         )
     shutil.rmtree(FOLDER, ignore_errors=True)
-    made = subprocess.run([sys.executable, "-m", "venv", FOLDER], check=False)
-    if made.returncode:
-        _fail(
+    if subprocess.run([sys.executable, "-m", "venv", FOLDER], check=False).returncode:
+        fail(
             f"{sys.executable} could not create an environment; the output above has the reason",
             "on Debian and Ubuntu: apt-get install python3-venv",
         )
 
 
+def install(python: Path, *arguments: str) -> None:
+    if subprocess.run([python, "-m", "pip", "install", *arguments], check=False).returncode:
+        fail(
+            "pip could not install the packages; pip's output above has the reason",
+            "if a download failed, run the same command again",
+        )
+
+
+def fail(message: str, repair: str) -> NoReturn:
+    print(f"error: {message}\n{repair}", file=sys.stderr)
+    sys.exit(1)
+
+
 def main() -> None:
     """Create .venv, or with --dev extend it."""
-    kind = DEV if "--dev" in sys.argv[1:] else USE
-    python = FOLDER / "bin/python"
-    print(announcement(kind), flush=True)
-    if kind is USE:
+    is_dev, python = "--dev" in sys.argv[1:], FOLDER / "bin/python"
+    print(f"installing what {DEV if is_dev else USE}, 1 to 3 minutes", flush=True)
+    if not is_dev:
         create()
         ask, lines = source(gpu_is_here(), pip_settings(python))
         print(lines, flush=True)
         if ask:
             install_cpu_build(python)
     pinned = ("--constraint", str(ROOT / "constraints.txt"))
-    _install(python, *pinned, "--editable", f"{ROOT}[{kind.extra}]")
-
-
-def _install(python: Path, *arguments: str) -> None:
-    if subprocess.run([python, "-m", "pip", "install", *arguments], check=False).returncode:
-        _fail(
-            "pip could not install the packages; pip's output above has the reason",
-            "if a download failed, run the same command again",
-        )
-
-
-def _fail(message: str, repair: str) -> NoReturn:
-    print(f"error: {message}\n{repair}", file=sys.stderr)
-    sys.exit(1)
+    install(python, *pinned, "--editable", f"{ROOT}[{'dev' if is_dev else 'hf'}]")
 
 
 if __name__ == "__main__":

@@ -151,12 +151,12 @@ def test_another_server_at_the_address_is_an_error(weighin: CommandLine, port: i
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ready", "a("], "--ready 'a(' is not a regular expression"),
+        (["--ready", "a("], "--ready: 'a(' is not a regular expression"),
         (
             ["--ready", "a", "--ready-url", "http://x/"],
-            "--ready and --ready-url cannot be combined",
+            "--ready-url: it cannot be combined with --ready",
         ),
-        (["--ready-url", "https://x/"], "--ready-url 'https://x/' is not an HTTP address"),
+        (["--ready-url", "https://x/"], "--ready-url: 'https://x/' is not an HTTP address"),
     ],
 )
 def test_a_wrong_request_is_refused_before_the_command_starts(

@@ -77,11 +77,11 @@ def test_a_suite_lists_rates_and_latencies() -> None:
         ),
         (
             {"disk": "50MB/s", "operation": "save"},
-            "--disk: it has no effect with operation save\nleave disk out",
+            "--disk: it has no effect with operation save\nleave it out",
         ),
         (
             {"disk_latency": "5ms", "cache": "warm"},
-            "--disk-latency: it has no effect with cache warm\nleave disk_latency out",
+            "--disk-latency: it has no effect with cache warm\nleave it out",
         ),
     ],
 )

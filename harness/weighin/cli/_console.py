@@ -26,17 +26,13 @@ STDOUT: Final = "-"
 """The value of ``--json`` that means standard output."""
 
 
-def _console(*, stderr: bool) -> "Console":
+def console(*, stderr: bool = True) -> "Console":
+    """Return a rich console that prints on standard error, or on standard output."""
     from rich.console import Console
 
     # NO_COLOR forbids colours, and with them bold text.
     system = None if colour() is False else "auto"
     return Console(stderr=stderr, emoji=False, color_system=system)  # type: ignore[arg-type]
-
-
-def err() -> "Console":
-    """Return a rich console that prints on standard error."""
-    return _console(stderr=True)
 
 
 @contextmanager
@@ -47,7 +43,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
     """
     from rich.markup import escape
 
-    with err().status(escape(text)) as status:
+    with console().status(escape(text)) as status:
         yield lambda other: status.update(escape(other))
 
 
@@ -60,7 +56,7 @@ def show(*parts: "Table | Lines | str", folds: bool = True) -> None:
         from rich.text import Text
 
         text = Text(printable(part, "\n\t")) if isinstance(part, str) else part
-        _console(stderr=False).print(text)
+        console(stderr=False).print(text)
 
 
 def note(*texts: str) -> None:

@@ -55,9 +55,8 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
 
         def start(cell: Cell) -> None:
             nonlocal current
-            limits = [*_limits(cell)]
-            current = cell.strategy + (f" under {' and '.join(limits)}" if limits else "")
-            show(current)
+            limits = " and ".join(_limits(cell))
+            show(current := f"{cell.strategy} under {limits}" if limits else cell.strategy)
 
         def finish(result: Result) -> None:
             bar.advance(task)

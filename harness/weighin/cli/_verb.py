@@ -170,14 +170,20 @@ class Verb(click.Command):
         try:
             left = super().parse_args(ctx, before)
         except click.NoSuchOption as error:
-            from weighin.settings.definition import COMMANDS, MODELS, used_by
+            from weighin.settings import definition
 
-            key, verb = error.option_name.lstrip("-").replace("-", "_"), str(self.name)
-            kinds = {"run": (COMMANDS,), "floor": (MODELS, COMMANDS)}.get(verb, (MODELS,))
-            if "assigned" in names and any(key in used_by(verb, kind) for kind in kinds):
+            typed, verb = error.option_name, str(self.name)
+            key = typed.lstrip("-").replace("-", "_")
+            for name, _, option in definition.options():  # --env of another verb is environment
+                if typed in definition.names_of(name, option):
+                    key = name.rpartition(".")[2]
+            kinds = [definition.COMMANDS] * (verb in ("run", "floor"))
+            kinds += [definition.MODELS] * (verb != "run")
+            if "assigned" in names and any(key in definition.used_by(verb, one) for one in kinds):
+                inner = ".NAME" if key in ("environment", "kwargs", "labels") else ""
                 raise ConfigError(
-                    f"weighin {verb} has no option {error.option_name}",
-                    f"set the key of a suite: --set {key}=VALUE",
+                    f"weighin {verb} has no option {typed}",
+                    f"set the key of a suite: --set {key}{inner}=VALUE",
                 ) from None
             raise
         if is_of_both:

@@ -203,7 +203,7 @@ def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
                 "to delete them without a question, add --yes",
             )
         _console.tell(f"checkpoints in {staging.folder()}")
-        _console.err().print(_table(chosen))
+        _console.console().print(_table(chosen))
         if not click.confirm(f"Delete {counted} ({size})?", err=True):
             _console.note("nothing was deleted")
             context.exit(DECLINED_EXIT)

@@ -1,7 +1,6 @@
 """``weighin list``: list strategies, models, uses, suites and isolations, without slow imports."""
 
 import shutil
-from collections.abc import Iterator
 from typing import Any, Final
 
 import click
@@ -49,23 +48,15 @@ def list_(_: click.Context, typed: dict[str, Any]) -> None:
         raise UnknownName("list", kind, kinds)
     chosen = {"all": [*_HEADINGS], "strategies": ["strategies", "saving"]}.get(kind, [kind])
     found = {each: _entries(each, tried=kind == "isolations") for each in chosen}
-    width = min(shutil.get_terminal_size().columns, WIDEST)
-    _console.deliver(typed["json"], found, "\n".join(_lines(found, width)), folds=False)
-
-
-def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
-    """Yield the lines to print for a document, of at most ``width`` columns if no word is longer.
-
-    A line shows an entry's name and summary; its facts are in the lines below it.
-    """
-    for number, (kind, entries) in enumerate(listed.items()):
-        yield from [""] * (number > 0)
-        yield _HEADINGS[kind]
+    width, lines = min(shutil.get_terminal_size().columns, WIDEST), list[str]()
+    for each, entries in found.items():
+        lines += [*[""] * bool(lines), _HEADINGS[each]]
         longest = max((len(entry["name"]) for entry in entries), default=0)
         indent = " " * (longest + 4)
         for entry in entries:
-            yield from definitions([(entry["name"].ljust(longest), entry["summary"])], width)
-            yield from (indent + line for line in wrap(_facts(entry), width - len(indent)))
+            lines += definitions([(entry["name"].ljust(longest), entry["summary"])], width)
+            lines += (indent + line for line in wrap(_facts(entry), width - len(indent)))
+    _console.deliver(typed["json"], found, "\n".join(lines), folds=False)
 
 
 def _facts(entry: dict[str, Any]) -> str:
@@ -75,11 +66,12 @@ def _facts(entry: dict[str, Any]) -> str:
     if entry.get("works") is not None:
         return "works here" if entry["works"] else f"does not work here: {entry['why']}"
     facts = []
-    for key in [key for key, value in entry.items() if value and key not in _BESIDE]:
-        value = entry[key]
-        if isinstance(value, dict):
-            value = [one if isinstance(it, dict) else f"{one}={it}" for one, it in value.items()]
-        facts.append(f"{key} {', '.join(value) if isinstance(value, list) else value}")
+    for key, found in entry.items():
+        value = found
+        if isinstance(found, dict):
+            value = [one if isinstance(it, dict) else f"{one}={it}" for one, it in found.items()]
+        if value and key not in _BESIDE:
+            facts.append(f"{key} {', '.join(value) if isinstance(value, list) else value}")
     return "; ".join(facts)
 
 
@@ -92,24 +84,19 @@ def _entries(kind: str, *, tried: bool) -> list[dict[str, Any]]:
         return [{"name": name, "summary": summary} for name, summary in USES.items()]
     if kind == "isolations":
         return [_isolation(name, tried=tried) for name in _ISOLATIONS]
+    found: list[dict[str, Any]] = []
     if kind in ("strategies", "saving"):
-        facts = ("formats", "devices", "options", "packages")
-        return [
-            {
-                "name": name,
-                "summary": info.summary,
-                **{fact: list(getattr(info, fact)) for fact in facts},
-                "path": str(info.path),
-            }
-            for name, info in registry.strategies("save" if kind == "saving" else "load").items()
-        ]
-    found = []
+        for name, info in registry.strategies("save" if kind == "saving" else "load").items():
+            facts = ("formats", "devices", "options", "packages")
+            listed = {fact: list(getattr(info, fact)) for fact in facts}
+            found.append({"name": name, "summary": info.summary, **listed, "path": str(info.path)})
+        return found
     for name, path in (registry.models if kind == "models" else registry.suites)().items():
         content = read_mapping(path)
-        entry = {"name": name, "summary": content.get("description", "")}
+        more = {"path": str(path)}
         if kind == "models":
-            entry |= {"builder": content["builder"], "kwargs": content.get("kwargs", {})}
-        found.append(entry if kind == "models" else entry | {"path": str(path)})
+            more = {"builder": content["builder"], "kwargs": content.get("kwargs", {})}
+        found.append({"name": name, "summary": content.get("description", ""), **more})
     return found
 
 

@@ -4,7 +4,7 @@ import math
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -49,7 +49,7 @@ def bench(context: click.Context, _: dict[str, Any]) -> None:
                 "this run has no RAM limit: weighin measures peaks, but only a run with --ram shows"
                 " whether a strategy fits"
             )
-        with progress(_console.err(), len(task.planned)) as shown, resumable("bench", task):
+        with progress(_console.console(), len(task.planned)) as shown, resumable("bench", task):
             results = perform(task, shown)
     _report(context, task, results)
 
@@ -135,7 +135,7 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
 
     with (
         _planned(context) as (task, _perform),
-        progress(_console.err(), None) as shown,
+        progress(_console.console(), None) as shown,
         runner.resumable("floor", task),
     ):
         results = runner.search(task, shown)
@@ -183,8 +183,7 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
     with driver.opened(place) as (nodes, perform):
         if place and is_of_command:
             _console.note(
-                "on a node of the cluster, the command's standard input is empty, and its output is"
-                " not shown"
+                "on a node, the command's standard input is empty, and its output not shown"
             )
         settings = settings.model_copy(update={"engine": place})
         task, note = start.start(settings, typed["out"], nodes)
@@ -210,10 +209,8 @@ def new_settings(context: click.Context) -> "Settings":
         is_chosen = _options.is_typed(context, "stacks") or "stacks" in _options.assigned(context)
         if settings.repeats > 1 and not (typed["suite"] or is_chosen):
             update["stacks"] = False  # reading stacks takes time, which repeats would measure
-        try:
+        with suppress(FileNotFoundError):  # the folder was deleted, where a command can still run
             update["cwd"] = str(Path.cwd())
-        except FileNotFoundError:  # the folder was deleted, where a command can still run
-            update["cwd"] = ""
         update["commands"] = [
             each.model_copy(update={"cold": [str(Path(path).absolute()) for path in each.cold]})
             for each in settings.commands
@@ -235,14 +232,12 @@ def share(text: str) -> float:
     """Return the number in the text of --within: 0.01 for "1%" or "0.01"."""
     from weighin.records.floor import COARSEST
 
-    try:
+    within = 0.0
+    with suppress(ValueError):
         within = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        problem, repair = f"cannot read {text!r} as a share", "write a percentage"
-        raise ConfigError(f"--within: {problem}", f"{repair}, such as --within 1%") from None
     if not 0 < within <= COARSEST:
         raise ConfigError(
-            f"--within {text} is not between 0% and {COARSEST:.0%}",
+            f"--within: {text!r} is no share between 0% and {COARSEST:.0%}",
             "write a percentage in this range, such as --within 1%",
         )
     return within
@@ -299,11 +294,11 @@ def broken(results: "Sequence[Result]") -> list[str]:
     from weighin.result import BROKEN
     from weighin.units import format_exact
 
-    lines = []
+    lines = dict[str, None]()
     for result in results:
         if result.outcome in BROKEN:
             limit = result.cell.ram_limit_bytes
             under_limit = f" under {format_exact(limit)}" if limit else ""
             message = f": {result.message}" if result.message else ""
-            lines.append(f"{result.cell.strategy}{under_limit}: {result.outcome}{message}")
-    return list(dict.fromkeys(lines))
+            lines[f"{result.cell.strategy}{under_limit}: {result.outcome}{message}"] = None
+    return [*lines]

@@ -47,8 +47,8 @@ DTYPES = {
 """The dtypes that a load may give floating-point tensors, by the names that a user may write."""
 IN_PLAN: Final = "plan"
 """The context in which pydantic validates the settings of a plan."""
-MODELS: Final = "a suite of models"
-COMMANDS: Final = "a suite of commands"
+MODELS: Final = "a model"
+COMMANDS: Final = "commands"
 WHAT: Final = "What to load"
 LIMITS: Final = "Limits"
 HOW: Final = "How to measure"
@@ -184,7 +184,7 @@ def _check_limits(value: Any, info: ValidationInfo) -> Any:
                 # Below 1 KiB, the size often lacks its unit.
                 f"did you mean {limit}g?"
                 if limit < 1024
-                else f"give more than {format_exact(least)}",
+                else f"give at least {format_exact(least)} plus the size of what is loaded",
             )
     return value
 
@@ -202,7 +202,7 @@ def _check_ready(address: str, info: ValidationInfo) -> str:
 
 def _check_timeout(value: float, info: ValidationInfo) -> float:
     if value == 0 and not info.data.get("commands"):
-        raise ValueError("only a command may have none (0)", "give the seconds")
+        raise ValueError("0 (no time-out) is for commands only", "give the seconds")
     return value
 
 
@@ -279,8 +279,11 @@ class Strict(BaseModel):
         missing = [key for key, is_needed in keys.items() if is_needed and key not in content]
         # An unknown key comes first: often it is a misspelling of the key that is missing.
         for key in [*unknown, *missing]:
-            about = {"key": key, "repair": UnknownName("key", key if unknown else "", keys).repair}
-            raise PydanticCustomError("key", "unknown key" if unknown else "missing", about)
+            message, near = ("unknown key", key) if unknown else ("missing", "")
+            if unknown and any(key in cls.keys(kind) for kind in _KINDS):
+                message, near = f"it has no effect on {info.context}", ""
+            about = {"key": key, "repair": UnknownName("key", near, keys).repair}
+            raise PydanticCustomError("key", message, about)
         return content
 
 

@@ -7,17 +7,16 @@ needs by its name on PyPI, if necessary with a minimum version: "safetensors>=0.
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from weighin import install
 from weighin.cell import (
     NONE,
     SYNTHESISED,
@@ -54,6 +53,7 @@ from weighin.suite import user_code
 if TYPE_CHECKING:
     from weighin.settings.definition import Settings
 
+_Entry = TypeVar("_Entry")
 _ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "weighin.saving"}
 PEAK_WORDS = ("model", "storages", "tensor", "layer", "shard", "mapped")
 """What a load can have in memory: the model's tensors, all storages of the files (the state dict that
@@ -61,7 +61,6 @@ PEAK_WORDS = ("model", "storages", "tensor", "layer", "shard", "mapped")
 
 _FROM = "from:"
 _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
-
 _NO_CONSTANTS: Final = ("name", "path", "summary")
 """The fields of ``StrategyInfo`` that a strategy's file does not declare in a constant."""
 
@@ -129,24 +128,48 @@ def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
     ours = sorted((data_folder("strategies") / _FOLDERS[operation]).glob("[!_]*.py"))
     for path in [*ours, *_third_party(operation)]:
         info = read_strategy(path, operation)
-        if info.name in by_name:
+        if by_name.setdefault(info.name, info) is not info:
             raise ConfigError(
                 f"two strategies are called {info.name!r}: {by_name[info.name].path} and {path}",
                 "rename one of the files: a strategy's name is its file's name",
             )
-        by_name[info.name] = info
     return by_name
+
+
+def _third_party(operation: Operation) -> Iterator[Path]:
+    """Yield the files of the strategies in installed packages. Unlike ``find_spec`` of a module, this
+    imports no parent package.
+    """
+    for entry in entry_points(group=_ENTRY_POINTS[operation]):
+        top, *rest = entry.module.split(".")
+        spec = find_spec(top)
+        for part in rest:
+            folders = spec.submodule_search_locations if spec else None
+            spec = PathFinder.find_spec(part, list(folders)) if folders else None
+        if not (spec and spec.origin and spec.has_location):
+            raise ConfigError(
+                f"the entry point of strategy {entry.name!r} names {entry.value!r}, which cannot be found",
+                f"reinstall {entry.dist.name if entry.dist else entry.name}",
+            )
+        yield Path(spec.origin)
+
+
+def _is_path(name: str, *endings: str) -> bool:
+    return "/" in name or name.endswith(endings)
+
+
+def _known(kind: str, name: str, known: Mapping[str, _Entry], own: str) -> _Entry:
+    if name not in known:
+        raise UnknownName(kind, name, known, f"for a file of your own: {own}")
+    return known[name]
 
 
 def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
     """Return one strategy by its name, or by the path of its file ("./mine.py")."""
-    if name.endswith(".py") or "/" in name:
+    if _is_path(name, ".py"):
         return read_strategy(Path(name).expanduser(), operation)
-    known = strategies(operation)
-    if name not in known:
-        kind = "strategy" if operation == "load" else "strategy for saves"
-        raise UnknownName(kind, name, known, "for a file of your own: --strategies ./mine.py")
-    return known[name]
+    kind = "strategy" if operation == "load" else "strategy for saves"
+    return _known(kind, name, strategies(operation), "--strategies ./mine.py")
 
 
 def chosen(
@@ -190,10 +213,8 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
             constants.setdefault(ast.unparse(target), (value, node.lineno))
 
     def wrong(name: str, what: str, example: str) -> ConfigError:
-        line = constants[name][1]
-        return ConfigError(
-            f"{path}, line {line}: {name} is not {what}", f"write it as in {example}"
-        )
+        where = f"{path}, line {constants[name][1]}"
+        return ConfigError(f"{where}: {name} is not {what}", f"write it as in {name} = {example}")
 
     declared: dict[str, Any] = {}
     for field in fields(StrategyInfo):
@@ -206,17 +227,16 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         elif isinstance(default, tuple):
             is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
             if not is_texts or (default and not value):
-                shown = default[0] if default else "name"
-                raise wrong(name, "a tuple of strings", f'{name} = ("{shown}",)')
+                raise wrong(name, "a tuple of strings", f'("{(*default, "name")[0]}",)')
         declared[field.name] = value
     words = {word for text in declared["peak"] for word in text.split(" + ")}
     if words - {*PEAK_WORDS} or len(declared["peak"]) not in (0, 1, len(declared["formats"])):
         what = f"a sum of {', '.join(PEAK_WORDS)}, or one for each of FORMATS"
-        raise wrong("PEAK", what, 'PEAK = ("model + tensor",)')
+        raise wrong("PEAK", what, '("model + tensor",)')
     if declared["pretrained"] is True:
         declared["pretrained"] = TRANSFORMERS.name
     if declared["pretrained"] not in ("", *(each.name for each in LIBRARIES)):
-        raise wrong("PRETRAINED", "the name of a library", 'PRETRAINED = "timm"')
+        raise wrong("PRETRAINED", "the name of a library", '"timm"')
     declared["merges"] |= declared["needs_adapter"]
     summary = docstring.splitlines()[0] if docstring else ""
     return StrategyInfo(path.stem, path.resolve(), summary, **declared)
@@ -238,19 +258,12 @@ def versions(requirements: Iterable[str]) -> dict[str, str]:
 
 
 def missing_packages(requirements: Iterable[str]) -> str:
-    """Return the missing packages and the command that installs them; empty if no package is missing.
-
-    An example: "needs fastsafetensors: pip install 'weighin[loaders] @ git+URL'".
+    """Return what is missing and the command that installs it; empty if nothing is: "needs timm: pip
+    install timm".
     """
     absent = [each for each in requirements if not _is_installed(each)]
-    if not absent:
-        return ""
-    extras = {each: _extra_with(name_of(each)) for each in absent}
-    others = [quote(each) for each in absent if not extras[each]]
-    commands = [f"pip install {' '.join(others)}"] if others else []
-    if chosen := sorted(filter(None, set(extras.values()))):
-        commands.append(install.command(*chosen, anywhere=True))
-    return f"needs {', '.join(absent)}: {'; '.join(commands)}"
+    install = f"pip install {' '.join(map(quote, absent))}"
+    return f"needs {', '.join(absent)}: {install}" if absent else ""
 
 
 def _is_installed(requirement: str) -> bool:
@@ -264,38 +277,16 @@ def _is_installed(requirement: str) -> bool:
     return found is not None and asked.specifier.contains(found, prereleases=True)
 
 
-def _extra_with(package: str) -> str:
-    """Return weighin's extra with the shortest name that installs a package: "loaders"; else empty."""
-    from packaging.utils import canonicalize_name
-
-    try:
-        lines = requires("weighin") or []
-    except PackageNotFoundError:  # weighin runs from a folder without being installed
-        lines = []
-    extras = [
-        found[1]
-        for line in lines
-        if canonicalize_name(name_of(line)) == canonicalize_name(package)
-        and (found := re.search(r"""extra == ['"]([\w-]+)['"]""", line))
-    ]
-    return min(extras, key=len, default="")  # larger extras contain the package, too
-
-
 def chosen_uses(names: list[str]) -> dict[str, str]:
     """Return the path of each use's file, by the use's name; empty for a use of weighin."""
-    found: dict[str, str] = {}
+    ours, found = dict.fromkeys((*USES, NONE), ""), dict[str, str]()
     for name in names:
-        if not (name.endswith(".py") or "/" in name):
-            if name not in (*USES, NONE):
-                raise UnknownName(
-                    "use", name, [*USES, NONE], "for a file of your own: --use ./mine.py"
-                )
-            found[name] = ""
+        if not _is_path(name, ".py"):
+            found[name] = _known("use", name, ours, "--use ./mine.py")
             continue
         path = Path(name).expanduser().resolve()
-        example = "see docs/results.md for an example of 3 lines"
-        user_code.parse(path, "use", "use(model)", example)
-        if path.stem in (*USES, NONE) or found.get(path.stem, str(path)) != str(path):
+        user_code.parse(path, "use", "use(model)", "see docs/results.md for an example of 3 lines")
+        if path.stem in ours or found.get(path.stem, str(path)) != str(path):
             raise ConfigError(
                 f"two uses are called {path.stem!r}, one of them {path}",
                 "rename the file: a use's name is its file's name",
@@ -305,7 +296,21 @@ def chosen_uses(names: list[str]) -> dict[str, str]:
 
 
 def models() -> dict[str, Path]:
-    return {path.stem: path for path in sorted((data_folder("configs") / "models").glob("*.yaml"))}
+    return _files("models")
+
+
+def suites() -> dict[str, Path]:
+    return _files("suites")
+
+
+def _files(kind: str) -> dict[str, Path]:
+    return {path.stem: path for path in sorted((data_folder("configs") / kind).glob("*.yaml"))}
+
+
+def suite_file(name: str) -> Path:
+    """Return the file of a built-in suite by its name, or ``name`` itself if it is a path."""
+    is_path = _is_path(name, ".yaml", ".yml")
+    return Path(name) if is_path else _known("suite", name, suites(), "--suite ./mine.yaml")
 
 
 def read_model(path: Path) -> ModelSpec:
@@ -448,8 +453,7 @@ def notes_on(
 
     ``architecture`` is the class that transformers has chosen; empty if nobody has asked it.
     """
-    slices = formats.read(checkpoint, selection)
-    notes = list(slices.notes)
+    notes = list(formats.read(checkpoint, selection).notes)
     if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
         return tuple(notes)
     folder = read_folder(path, replace(choice, variant=pretrained_folder.variant_of(checkpoint)))
@@ -469,47 +473,9 @@ def notes_on(
 
 
 def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
-    known = models()
-    if name not in known:
-        builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
-        return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {})
-    spec = read_model(known[name])
-    others = {key: value for key, value in (kwargs or {}).items() if spec.kwargs.get(key) != value}
-    return ModelSpec(with_arguments(spec.name, others), spec.builder, spec.kwargs | others)
-
-
-def suites() -> dict[str, Path]:
-    return {path.stem: path for path in sorted((data_folder("configs") / "suites").glob("*.yaml"))}
-
-
-def suite_file(name: str) -> Path:
-    """Return the file of a built-in suite by its name, or ``name`` itself if it is a path."""
-    if "/" in name or name.endswith((".yaml", ".yml")):
-        return Path(name)
-    known = suites()
-    if name not in known:
-        raise UnknownName("suite", name, known, "for a file of your own: --suite ./mine.yaml")
-    return known[name]
-
-
-def _third_party(operation: Operation) -> list[Path]:
-    paths = []
-    for entry in entry_points(group=_ENTRY_POINTS[operation]):
-        path = _file_of(entry.module)
-        if path is None:
-            raise ConfigError(
-                f"the entry point of strategy {entry.name!r} names {entry.value!r}, which cannot be found",
-                f"reinstall {entry.dist.name if entry.dist else entry.name}",
-            )
-        paths.append(path)
-    return paths
-
-
-def _file_of(module: str) -> Path | None:
-    """Return a module's file. Unlike ``find_spec``, ``_file_of`` imports no parent package."""
-    top, *rest = module.split(".")
-    spec = find_spec(top)
-    for part in rest:
-        folders = spec.submodule_search_locations if spec else None
-        spec = PathFinder.find_spec(part, list(folders)) if folders else None
-    return Path(spec.origin) if spec and spec.origin and spec.has_location else None
+    if path := models().get(name):
+        spec = read_model(path)
+        others = {key: one for key, one in (kwargs or {}).items() if spec.kwargs.get(key) != one}
+        return ModelSpec(with_arguments(spec.name, others), spec.builder, spec.kwargs | others)
+    builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
+    return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {})

@@ -45,17 +45,11 @@ def of_file(name: str) -> tuple[str, Path]:
         folder = folder.parent
     if path.stem == "__init__" and len(parts) > 1:
         parts.pop()
-    for part in parts:
-        if not part.isidentifier():
-            raise ConfigError(
-                f"--model {name}: Python cannot import a module called {part!r}",
-                "rename the file or folder: a module's name has only letters, digits and"
-                " underscores",
-            )
-    if parts[0] in _TAKEN:
+    if wrong := [part for part in parts if not part.isidentifier()] or [*{parts[0]} & _TAKEN]:
         raise ConfigError(
-            f"--model {name}: Python or weighin already has a module called {parts[0]!r}",
-            "rename the file, for example to nets.py",
+            f"--model {name}: {wrong[0]!r} is no name for a module of yours",
+            "rename it, for example to nets.py: letters, digits and underscores, and no module's name"
+            " of Python or weighin",
         )
     return f"{'.'.join(parts)}:{function}", folder
 
@@ -100,11 +94,9 @@ def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} is not Python: {str(error) or type(error).__name__}") from None
     if not path.stem.isprintable():
-        raise ConfigError(
-            f"the name of the {what} {printable(str(path))} has characters that cannot be shown",
-            "rename the file",
-        )
-    name = function.partition("(")[0]
-    if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body):
+        name = printable(str(path))
+        raise ConfigError(f"the {what} {name}: its name cannot be shown", "rename the file")
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if function.partition("(")[0] not in names:
         raise ConfigError(f"{path} has no function {function}", example)
     return tree
