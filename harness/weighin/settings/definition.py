@@ -140,11 +140,13 @@ def _as_environment(taken: str, value: object, info: ValidationInfo) -> object:
     return {k: str(text) if type(text) in (int, float) else text for k, text in value.items()}
 
 
-def _checked(is_right: Callable[[str], object], what: str, repair: str) -> AfterValidator:
-    """Return the validator of a text that must be right, but in a plan."""
+def _checked(
+    is_right: Callable[[str], object], what: str, repair: str, *, in_plan: bool = True
+) -> AfterValidator:
+    """Return the validator of a text that must be right, if ``in_plan`` in a plan too."""
 
     def check(value: str, info: ValidationInfo) -> str:
-        if info.context != IN_PLAN and not is_right(value):
+        if (in_plan or info.context != IN_PLAN) and not is_right(value):
             raise ValueError(f"{value!r} is not {what}", repair)
         return value
 
@@ -228,7 +230,10 @@ _Dtype = Annotated[
 _Isolation = Literal["auto", "docker", "cgroup", "process"]
 _NAMED = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
 _NAME = _checked(
-    lambda name: name and printable(name) == name, "a name", "write a name of printable characters"
+    lambda name: name and printable(name) == name,
+    "a name",
+    "write a name of printable characters",
+    in_plan=False,
 )
 _DEVICE = _checked(
     re.compile(r"cpu|cuda(:\d+)?").fullmatch, "a device", "write cpu, cuda or cuda:1"
