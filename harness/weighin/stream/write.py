@@ -16,11 +16,11 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -39,10 +39,8 @@ DCP_DATA: Final = "__0_0.distcp"
 
 _SYNC_EVERY_BYTES: Final = 128 * 1024 * 1024
 _DESCRIPTOR: Final = b"PK\x07\x08"  # the magic number of the data descriptor after a record
-_ENTRY: Final = b"PK\x01\x02"  # the magic number of an entry in the central directory
 _ALIGNMENT: Final = 64  # bytes: the data begin at a cache line, as in torch.save
 _MOST_PT_TENSORS: Final = 60_000  # ``pickles`` reads some 70,000
-_PICKLE_PROTOCOL: Final = 2
 _TENSORIZER_INDEX_BYTES: Final = 256 * 1024  # which the package reserves in each file for its index
 _TENSORIZER_ENTRY_BYTES: Final = 33  # of a tensor in the index, without its name, dtype and shape
 _AS_PT: Final = "write the format pt, which has every dtype of torch: --format pt"
@@ -75,11 +73,15 @@ def write(
         _write_folder(fmt, target, tensors, values, max_shard_bytes)
 
 
+def _stored(tensors: Plans) -> list[TensorPlan]:
+    """Return the tensors that are not tied to an earlier one."""
+    return [plan for plan in tensors if plan.shared_with is None]
+
+
 # Holes
 
 
-@dataclass(frozen=True, slots=True)
-class _Hole:
+class _Hole(NamedTuple):
     """Where a tensor's values are missing in a file, and the places of their CRC-32, if any."""
 
     name: str
@@ -107,10 +109,10 @@ class _Values:
     def fill(self, path: Path, holes: Iterable[_Hole]) -> None:
         if self.pieces is None:
             return
-        pieces, pending, lock = self.pieces, 0, threading.Lock()
+        pieces, unsynced, lock = self.pieces, 0, threading.Lock()
 
         def fill(hole: _Hole) -> None:
-            nonlocal pending
+            nonlocal unsynced
             at, crc = 0, 0
             for piece in pieces(hole.name):
                 data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
@@ -119,15 +121,13 @@ class _Values:
                     break
                 _write_all(descriptor, data, hole.start + at)
                 at += len(data)
-                if hole.crc_places:
-                    crc = zlib.crc32(data, crc)
+                crc = zlib.crc32(data, crc) if hole.crc_places else 0
                 if self.progress is not None:
                     self.progress(len(data))
                 with lock:
-                    pending += len(data)
-                    is_due = pending >= _SYNC_EVERY_BYTES
-                    if is_due:
-                        pending = 0
+                    unsynced += len(data)
+                    if is_due := unsynced >= _SYNC_EVERY_BYTES:
+                        unsynced = 0
                 if is_due:
                     drop_written(descriptor)
             if at != hole.size:
@@ -176,7 +176,7 @@ def _blanks(tensors: Plans) -> dict[str, torch.Tensor]:
 
 def _with_holes(path: Path, tensors: Plans, *, alone: bool = False) -> list[_Hole]:
     """Write an archive of ``torch.save``, of a state dict or of a tensor alone, and return its holes."""
-    state, stored = _blanks(tensors), [plan for plan in tensors if plan.shared_with is None]
+    state, stored = _blanks(tensors), _stored(tensors)
     with torch.serialization.skip_data():
         torch.save(state[stored[0].name] if alone else state, path)
     holes: dict[int, _Hole] = {}
@@ -184,7 +184,6 @@ def _with_holes(path: Path, tensors: Plans, *, alone: bool = False) -> list[_Hol
         entry_at = archive.start_dir
         for info in archive.infolist():
             entry = os.pread(file.fileno(), 46, entry_at)
-            assert entry[:4] == _ENTRY
             folder, _, number = info.filename.rpartition("/")
             if folder.endswith("/data") and number.isdigit():
                 local, size = os.pread(file.fileno(), 30, info.header_offset), info.file_size
@@ -202,26 +201,18 @@ def _with_holes(path: Path, tensors: Plans, *, alone: bool = False) -> list[_Hol
 
 def _write_pt(target: Path, tensors: Plans, values: _Values, *, alone: bool = False) -> None:
     if len(tensors) > _MOST_PT_TENSORS:
-        raise FormatLimit(
-            f"{len(tensors):,} tensors are more than the {_MOST_PT_TENSORS:,} that weighin reads in"
-            " one file of torch.save",
-            "write them in safetensors: --format safetensors",
-        )
+        what = f"{len(tensors):,} tensors are more than the {_MOST_PT_TENSORS:,} that weighin reads"
+        repair = "write them in safetensors: --format safetensors"
+        raise FormatLimit(f"{what} in one file of torch.save", repair)
     values.fill(target, _with_holes(target, tensors, alone=alone))
 
 
 def _write_legacy(target: Path, tensors: Plans, values: _Values) -> None:
-    stored = [plan for plan in tensors if plan.shared_with is None]
+    stored, state, head = _stored(tensors), _blanks(tensors), io.BytesIO()
     for plan in stored:
         if plan.dtype not in torch.storage._dtype_to_storage_type_map():
             what = f"tensor {shown(plan.name)}: torch before 1.6 had no dtype {plan.dtype}"
             raise ConfigError(what, _AS_PT)
-    head = io.BytesIO()
-    sizes = {"short": 2, "int": 4, "long": 4}
-    system = {"protocol_version": VERSION, "little_endian": True, "type_sizes": sizes}
-    for value in (MAGIC, VERSION, system):
-        pickle.dump(value, head, protocol=_PICKLE_PROTOCOL)
-    state = _blanks(tensors)
     keys = {state[plan.name].untyped_storage()._cdata: str(n) for n, plan in enumerate(stored)}
 
     class Pickler(pickle.Pickler):
@@ -232,8 +223,10 @@ def _write_legacy(target: Path, tensors: Plans, values: _Values) -> None:
             key, numel = keys[value._untyped_storage._cdata], value._size()
             return "storage", kind, key, "cpu", numel, None
 
-    Pickler(head, protocol=_PICKLE_PROTOCOL).dump(state)
-    pickle.dump(list(keys.values()), head, protocol=_PICKLE_PROTOCOL)
+    sizes = {"short": 2, "int": 4, "long": 4}
+    system = {"protocol_version": VERSION, "little_endian": True, "type_sizes": sizes}
+    for value in (MAGIC, VERSION, system, state, list(keys.values())):
+        Pickler(head, protocol=2).dump(value)
     fixed, holes, at = {0: head.getvalue()}, [], head.tell()
     for plan in stored:
         fixed[at] = prod(plan.shape).to_bytes(8, "little")
@@ -249,14 +242,13 @@ def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
     """Write a file in which the tensors with the widest elements come first, so that each offset is a
     multiple of the tensor's element size. The header keeps the order of ``tensors``.
     """
-    stored = [plan for plan in tensors if plan.shared_with is None]
+    stored, names = _stored(tensors), [plan.name for plan in tensors]
+    ties = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
     begins: dict[str, int] = {}
     at = 0
     for plan in sorted(stored, key=lambda plan: -plan.dtype.itemsize):
         begins[plan.name] = at
         at += plan.nbytes
-    ties = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
-    names = [plan.name for plan in tensors]
     if reserved := [*({FORMAT, ORDER} & ties.keys()), *({METADATA} & {*names})]:
         what = f"a tensor has the name {reserved[0]!r}, which is reserved in the header"
         raise ConfigError(what, _AS_PT)
@@ -280,11 +272,9 @@ def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > MOST_HEADER_BYTES:
-        raise ConfigError(
-            f"the header of {len(stored):,} tensors takes {len(text):,} bytes, but safetensors allows "
-            f"{MOST_HEADER_BYTES:,}",
-            "write several files: weighin convert CHECKPOINT OUT --format sharded",
-        )
+        what = f"the header of {len(stored):,} tensors takes {len(text):,} bytes, but safetensors allows"
+        repair = "write several files: weighin convert CHECKPOINT OUT --format sharded"
+        raise ConfigError(f"{what} {MOST_HEADER_BYTES:,}", repair)
     head = len(text).to_bytes(8, "little") + text
     holes = [_Hole(plan.name, len(head) + begins[plan.name], plan.nbytes) for plan in stored]
     values.write(target, len(head) + at, {0: head}, holes)
@@ -299,10 +289,10 @@ def _write_folder(
     """Write the files of a folder, all names of a tied tensor into one file, and then the index."""
     names = [plan.name for plan in tensors]
     shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
-    if fmt in folders.SHARD_INDEXES:
+    if is_sharded := fmt in folders.SHARD_INDEXES:
         homes = _shards(fmt, tensors, max_shard_bytes)
     else:
-        homes = {name: _file_of(fmt, shared.get(name, name)) for name in names}
+        homes = _homes(fmt, names, shared)
     files: dict[str, list[TensorPlan]] = {}
     for plan in tensors:
         files.setdefault(homes[plan.name], []).append(plan)
@@ -318,13 +308,12 @@ def _write_folder(
     else:
         for job in jobs:
             job()
-    if fmt in INDEX_FIELDS:
+    if not is_sharded:
         write_index(fmt, target, names, shared)
         return
-    size = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
     # A shard of safetensors has only the first name of a tied tensor in its header.
     weight_map = {n: home for n, home in homes.items() if n not in shared or fmt == "sharded_pt"}
-    metadata: dict[str, Any] = {"total_size": size}
+    metadata: dict[str, Any] = {"total_size": sum(plan.nbytes for plan in _stored(tensors))}
     if list(weight_map) != names:
         metadata[ORDER] = names
     sync_folder(target)
@@ -348,8 +337,11 @@ def _shards(fmt: str, tensors: Plans, max_shard_bytes: int) -> dict[str, str]:
     return {name: f"{stem}-{n:05d}-of-{count:05d}.{suffix}" for name, n in numbers.items()}
 
 
-def _file_of(fmt: str, key: str) -> str:
-    return file_name(key if fmt == "per_param" else folders.module_of(key))
+def _homes(fmt: str, keys: Iterable[str], shared: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of each key's file in a folder of files for each key or module."""
+    firsts = {key: shared.get(key, key) for key in keys}
+    part_of: Callable[[str], str] = folders.module_of if fmt == "per_module" else str
+    return {key: file_name(part_of(first)) for key, first in firsts.items()}
 
 
 def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str, str]) -> None:
@@ -357,7 +349,7 @@ def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str
 
     Call this last: readers take a folder with an index as complete.
     """
-    homes = {key: _file_of(fmt, shared.get(key, key)) for key in keys}
+    homes = _homes(fmt, keys, shared)
     files: dict[str, list[str]] = {}
     for key, name in homes.items():
         files.setdefault(name, []).append(key)
@@ -381,14 +373,14 @@ def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
             if plan.shared_with is not None:
                 places[plan.name] = places[plan.shared_with]
                 continue
-            (hole,) = _with_holes(scratch, [plan], alone=True)
+            ((_, begin, size, crc_places),) = _with_holes(scratch, [plan], alone=True)
             with scratch.open("rb") as archive:
-                length, end = os.fstat(archive.fileno()).st_size, hole.start + hole.size
-                for start, size in ((0, hole.start), (end, length - end)):
-                    text = os.pread(archive.fileno(), size, start)
+                length, end = os.fstat(archive.fileno()).st_size, begin + size
+                for start, count in ((0, begin), (end, length - end)):
+                    text = os.pread(archive.fileno(), count, start)
                     _write_all(file.fileno(), memoryview(text), at + start)
-            crc_places = tuple(at + place for place in hole.crc_places)
-            holes.append(replace(hole, start=at + hole.start, crc_places=crc_places))
+            crc_places = tuple(at + place for place in crc_places)
+            holes.append(_Hole(plan.name, at + begin, size, crc_places))
             places[plan.name] = at, length
             at += -(-length // _ALIGNMENT) * _ALIGNMENT
     scratch.unlink(missing_ok=True)
@@ -436,17 +428,15 @@ def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:
     """
     with extra("loaders", "writing tensorizer's format"):
         from tensorizer import TensorSerializer, TensorType
-    stored = [plan for plan in tensors if plan.shared_with is None]
+    stored = _stored(tensors)
     needed = sum(
         _TENSORIZER_ENTRY_BYTES + len(f"{plan.name}{plan.dtype}".encode()) + 4 * len(plan.shape)
         for plan in stored
     )
     if needed > _TENSORIZER_INDEX_BYTES:
-        raise FormatLimit(
-            f"the names of {len(stored):,} tensors take up to {needed:,} bytes in the index, for "
-            f"which tensorizer reserves {_TENSORIZER_INDEX_BYTES:,}",
-            "leave the strategy tensorizer out: --strategies streaming,safetensors_mmap",
-        )
+        what = f"the names of {len(stored):,} tensors take up to {needed:,} bytes in the index, for which"
+        repair = "leave the strategy tensorizer out: --strategies streaming,safetensors_mmap"
+        raise FormatLimit(f"{what} tensorizer reserves {_TENSORIZER_INDEX_BYTES:,}", repair)
     writer = TensorSerializer(str(target))
     try:
         for number, plan in enumerate(stored):
