@@ -72,11 +72,9 @@ def _ask(path: Path, **choices: dict[str, Any]) -> dict[str, Any]:
         text, lambda: child_process.ask(command, child_process.environment())
     )
     if not answer:
-        raise CheckpointError(
-            f"{path}: the process that asks transformers for the model's class failed:"
-            f" {one_line(why)}",
-            f"install transformers again: {install.command('hf')}",
-        )
+        what = f"{path}: the process that asks transformers for the model's class failed"
+        repair = f"install transformers again: {install.command('hf')}"
+        raise CheckpointError(f"{what}: {one_line(why)}", repair)
     if answer["event"] == "error":
         raise child_process.error_in(answer)
     return {name: value for name, value in answer.items() if name != "event"}
@@ -84,16 +82,15 @@ def _ask(path: Path, **choices: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the request in the argument."""
+
+    def answer(path: str, **choices: dict[str, Any]) -> dict[str, Any]:
+        if not choices:
+            return described_gguf(Path(path))
+        choice = FolderChoice(**choices["choice"])
+        return described(read_folder(Path(path), choice), Selection(**choices["selection"]))
+
     end_with_parent()
-    Parent().answer("answer", lambda: _answer(**json.loads(sys.argv[1])))
-
-
-def _answer(
-    path: str, choice: dict[str, Any] | None = None, selection: dict[str, str] | None = None
-) -> dict[str, Any]:
-    if choice is None:
-        return described_gguf(Path(path))
-    return described(read_folder(Path(path), FolderChoice(**choice)), Selection(**selection or {}))
+    Parent().answer("answer", lambda: answer(**json.loads(sys.argv[1])))
 
 
 def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:
@@ -213,9 +210,8 @@ def chosen_class(folder: PretrainedFolder) -> tuple[str, dict[str, str] | None]:
     if has_code:
         auto_class(config, wanted)  # raises the error, because the code is missing
     if kind is None and not folder.architectures and not choice.model_class:
-        raise ConfigError(
-            f"{folder.path / CONFIG} names neither 'architectures' nor 'model_type'", _NAME_IT
-        )
+        what = f"{folder.path / CONFIG} names neither 'architectures' nor 'model_type'"
+        raise ConfigError(what, _NAME_IT)
     classes = list(dict.fromkeys(name for names in known.values() for name in names))
     raise ConfigError(
         f"transformers has no {one_line(wanted)} for the model type {one_line(str(kind))} in"
@@ -246,11 +242,9 @@ def described_gguf(file: Path) -> dict[str, Any]:
     found = gguf.read(file)
     gguf.check_decoded(found)
     if len(parts := found.files) > 1:
-        raise CheckpointError(
-            f"{file}: one of {len(parts)} parts of a model; transformers reads only whole GGUF"
-            " files",
-            f"join the parts with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
-        )
+        what = f"one of {len(parts)} parts of a model; transformers reads only whole GGUF files"
+        repair = f"join the parts with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf"
+        raise CheckpointError(f"{file}: {what}", repair)
     with extra("gguf,hf", f"{file}: a model in a GGUF file"):
         import accelerate  # noqa: F401 (from_pretrained needs it)
         import gguf as package  # noqa: F401
@@ -265,11 +259,10 @@ def described_gguf(file: Path) -> dict[str, Any]:
         named = config.architectures or [one for auto in autos for one in known.get(auto, ())]
         architecture = str(named[0])  # LookupError: no AutoModel has a class for this type
     except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file}: transformers has no configuration for the architecture {name!r}:"
-            f" {one_line(f'{type(error).__name__}: {error}')}",
-            f"list its tensors: weighin inspect {file}; write their values: weighin convert {file} FOLDER",
-        ) from error
+        what = f"{file}: transformers has no configuration for the architecture {name!r}"
+        reason = one_line(f"{type(error).__name__}: {error}")
+        repair = f"list its tensors: weighin inspect {file}; write their values: weighin convert {file} FOLDER"
+        raise CheckpointError(f"{what}: {reason}", repair) from error
     dtype = "float32"  # torch's default dtype
     with suppress(ImportError):  # since 5.20, transformers reads some architectures in other code
         from transformers.integrations.gguf.reader import GgufHeader

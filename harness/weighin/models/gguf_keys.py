@@ -6,9 +6,11 @@ rows, the loader dequantises a few rows at a time into the model's tensor, else 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from math import prod
 from typing import Any, Final
 
@@ -88,10 +90,9 @@ def _moves(undo: Undo, shape: tuple[int, ...], sources: Sequence[Slice]) -> tupl
     probes = [
         one.reshape(*where.shape[:-1], width) for one, where in zip(each, sources, strict=True)
     ]
-    try:
+    made = None
+    with suppress(ArithmeticError, LookupError, TypeError, ValueError):
         made = undo(probes)
-    except (ArithmeticError, LookupError, TypeError, ValueError):
-        return None
     if made is None or made.dtype != torch.int64:
         return None
     moved: Any = made.numpy()
@@ -110,13 +111,11 @@ def _fill_whole(undo: Undo, target: str, sources: Sequence[Slice], memory: torch
     values = [torch.cat([*gguf.rows(where)]).reshape(where.shape).numpy() for where in sources]
     made = undo(values)
     if made is None or made.shape != memory.shape:
-        found = "nothing" if made is None else tuple(made.shape)
-        raise CheckpointError(
-            f"{sources[0].file}: transformers converts {sources[0].name!r} to the shape"
-            f" {found}, but {target!r} of the model has the shape {tuple(memory.shape)}",
-            "install another version of transformers. The names and shapes in the file:"
-            " weighin inspect FILE",
-        )
+        found = "nothing" if made is None else f"the shape {tuple(made.shape)}"
+        what = f"transformers makes {found} of {sources[0].name!r}"
+        wanted = f"{target!r} of the model has the shape {tuple(memory.shape)}"
+        repair = "install another version of transformers"
+        raise CheckpointError(f"{sources[0].file}: {what}, but {wanted}", repair)
     memory.copy_(made)
 
 
@@ -125,12 +124,11 @@ def _fill_by_rows(
 ) -> None:
     flat = (memory.T if is_turned else memory).view(-1, sources[0].shape[-1])
     start = 0
-    for where in sources:
-        for values in gguf.rows(where):
-            stop = start + len(values)
-            if targets is None:
-                flat[start:stop] = values.to(flat.device)
-            else:
-                places = torch.from_numpy(targets[start:stop]).to(flat.device)
-                flat[places] = values.to(flat.device, flat.dtype)
-            start = stop
+    for values in chain.from_iterable(map(gguf.rows, sources)):
+        stop = start + len(values)
+        if targets is None:
+            flat[start:stop] = values.to(flat.device)
+        else:
+            places = torch.from_numpy(targets[start:stop]).to(flat.device)
+            flat[places] = values.to(flat.device, flat.dtype)
+        start = stop

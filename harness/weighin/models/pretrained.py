@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,9 +35,6 @@ from weighin.stream.quantised import dequantising
 from weighin.stream.tensors import storage_key, untie
 from weighin.text import one_line
 
-_FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute
-_PIPELINES: Final = "diffusers.pipelines"
-
 
 def from_config(
     architecture: str,
@@ -49,11 +46,8 @@ def from_config(
     """Return the model in evaluation mode, in torch's default dtype; buffers keep the dtypes that the
     constructor gives them, as with ``from_pretrained``.
 
-    Args:
-        architecture: the name of the class, such as "LlamaForCausalLM".
-        config: the content of ``config.json``.
-        code: the folder with the class's code and its digest, if the class is not in transformers.
-        ties: the names that share a weight, where the files untie some of those that the class ties.
+    ``code`` is the folder with the class's code and its digest, if the class is not in transformers.
+    ``ties`` are the names that share a weight, where the files untie some that the class ties.
     """
     kind = pretrained_class(architecture, code, config)
     dtype_of(config)  # raises for a dtype that transformers cannot read
@@ -103,12 +97,13 @@ def pretrained_class(
 def class_of_pipelines(name: str) -> Any:
     """Return a class in a module of diffusers' pipelines, such as ``StableDiffusionSafetyChecker``, or None."""
     imported(DIFFUSERS)
-    root = Path(import_module(_PIPELINES).__path__[0])
+    pipelines = "diffusers.pipelines"
+    root = Path(import_module(pipelines).__path__[0])
     definition = re.compile(rf"^class {re.escape(name)}\(", re.MULTILINE)
     for file in sorted(root.rglob("*.py")):
         if definition.search(file.read_text(encoding="utf-8")):
             inside = ".".join(file.relative_to(root).with_suffix("").parts)
-            return getattr(import_module(f"{_PIPELINES}.{inside}"), name)
+            return getattr(import_module(f"{pipelines}.{inside}"), name)
     return None
 
 
@@ -140,11 +135,9 @@ def importing(library: Library) -> Iterator[None]:
         repair = install.command(library.extra)
         if "torchvision" in str(first):  # such as an operator that another build did not define
             repair = "install the torchvision that was built for this torch, or remove it: pip uninstall torchvision"
+        what = f"the package {library.name}, which this model needs, cannot be imported"
         reason = one_line(f"{type(first).__name__}: {first}")
-        raise ConfigError(
-            f"the package {library.name}, which this model needs, cannot be imported: {reason}",
-            repair,
-        ) from error
+        raise ConfigError(f"{what}: {reason}", repair) from error
 
 
 @contextlib.contextmanager
@@ -157,9 +150,8 @@ def says(what: str, repair: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ImportError):
             repair = "install the packages that the library names"
-        raise CheckpointError(
-            f"{what} fails: {type(error).__name__}: {one_line(str(error))}", repair
-        ) from error
+        reason = f"{type(error).__name__}: {one_line(str(error))}"
+        raise CheckpointError(f"{what} fails: {reason}", repair) from error
 
 
 def reference(
@@ -168,15 +160,12 @@ def reference(
     """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint."""
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs.get("config"))
     arguments = from_pretrained_arguments(checkpoint)
-    called = f"{kind.__name__}.from_pretrained"
-    if "gguf_file" in arguments:
-        called += f"(FOLDER, gguf_file={checkpoint.name!r})"
     repair = (
         "install another version of transformers, or correct config.json; or measure the tensors"
         f" without the model's class: --model from:{checkpoint}"
     )
     arguments |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    with says(f"{checkpoint}: {called}", repair):
+    with says(f"{checkpoint}: {kind.__name__}.from_pretrained", repair):
         arguments |= arguments_to_dequantise(checkpoint)
         model, info = kind.from_pretrained(**arguments, dtype=dtype, **options)
     if mismatched := sorted(str(name) for name, *_ in info["mismatched_keys"]):
@@ -210,9 +199,8 @@ def merged(model: Any, adapter: Path | str) -> Any:
     for text in (str(one.message) for one in said):
         pairs = Counter(name.split(".lora_")[0] for name in re.findall(r"'([^']+)'", text))
         if "missing adapter keys" in text and (drawn or 1 in pairs.values()):
-            raise CheckpointError(
-                f"{what} fails: the file lacks matrices: {one_line(text)}", repair
-            )
+            reason = f"the file lacks matrices: {one_line(text)}"
+            raise CheckpointError(f"{what} fails: {reason}", repair)
     return made
 
 
@@ -224,16 +212,13 @@ def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, A
 
     folder = Path(code["folder"])
     if digest(folder) != code["sha256"]:
-        raise ConfigError(
-            f"{folder}: the model's code was changed after this run was planned",
-            "start a new run: this run can be resumed only with the code of its plan",
-        )
+        what = f"{folder}: the model's code was changed after this run was planned"
+        repair = "start a new run: this run can be resumed only with the code of its plan"
+        raise ConfigError(what, repair)
     named = str(config[AUTO_MAP][auto_class(config, architecture)])
     repository, divided, reference = named.rpartition("--")
-    if not (
-        re.fullmatch(r"\w+\.\w+", reference)
-        and (folder / f"{reference.partition('.')[0]}.py").is_file()
-    ):
+    file = folder / f"{reference.partition('.')[0]}.py"
+    if not re.fullmatch(r"\w+\.\w+", reference) or not file.is_file():
         where = f", but in the repository {repository}" if divided else ""
         raise ConfigError(
             f"{folder}: the code {one_line(reference, 80)!r} of the model, which '{AUTO_MAP}' in"
@@ -253,7 +238,7 @@ def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, A
 def import_class(kwargs: Mapping[str, Any]) -> None:
     """Import the class that ``from_config`` builds, so that no later phase of a load imports it."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-    if kwargs.get(ARGUMENT) and find_spec("peft"):
+    if kwargs.get(ARGUMENT):
         with contextlib.suppress(Exception):  # the merge says why
             import_module("peft")
 
@@ -303,15 +288,16 @@ class _Writes(TorchDispatchMode):
 
 def _initialise(model: Any, loaded: Sequence[torch.Tensor]) -> None:
     """Let transformers initialise each module as after a load of ``loaded``, by its own flag."""
+    flag = "_is_hf_initialized"  # transformers sets this attribute
     for tensor in loaded:
-        setattr(tensor, _FLAG, True)
+        setattr(tensor, flag, True)
     for module in model.modules():
-        module.__dict__.pop(_FLAG, None)
+        module.__dict__.pop(flag, None)
     try:
         model.initialize_weights()
     finally:
         for tensor in loaded:
-            tensor.__dict__.pop(_FLAG, None)
+            tensor.__dict__.pop(flag, None)
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
@@ -319,7 +305,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
-    if not plan:
+    if not plan:  # an empty pattern would match every name
         return
     pattern, names, _ = build_glob_alternation(list(plan))
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -339,24 +325,22 @@ def example_inputs(
     kind = pretrained_class(architecture, code, config)
     settings = _settings(kind, config)
     name = kind.main_input_name
+    inputs: dict[str, torch.Tensor] = {}
     if name == "input_ids":
         words = getattr(settings.get_text_config(), "vocab_size", 2)
-        inputs = {name: torch.arange(1, 9).unsqueeze(0) % max(2, words)}
+        inputs[name] = torch.arange(1, 9).unsqueeze(0) % max(2, words)
     elif name == "input_values":
-        inputs = {name: torch.linspace(-1, 1, 16_000).unsqueeze(0)}  # one second of sound
+        inputs[name] = torch.linspace(-1, 1, 16_000).unsqueeze(0)  # one second of sound
     elif name == "input_features" and hasattr(settings, "num_mel_bins"):
         frames = 2 * getattr(settings, "max_source_positions", 1500)
-        inputs = {name: torch.zeros(1, settings.num_mel_bins, frames)}
-    elif name == "pixel_values":
-        inputs = {}
-    else:
+        inputs[name] = torch.zeros(1, settings.num_mel_bins, frames)
+    elif name != "pixel_values":
         return None
     sees = hasattr(kind, "get_text_features") and hasattr(kind, "get_image_features")
     if sees or name == "pixel_values":
         vision = getattr(settings, "vision_config", settings)
-        size = getattr(vision, "image_size", 224)
+        size, channels = getattr(vision, "image_size", 224), getattr(vision, "num_channels", 3)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(vision, "num_channels", 3)
         inputs["pixel_values"] = torch.zeros(1, channels, height, width)
     if getattr(settings, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.ones(1, 2, dtype=torch.long)

@@ -42,10 +42,9 @@ def diffusers_class(architecture: str) -> Any:
 def _class_for_weights(architecture: str, config: Mapping[str, Any]) -> Any:
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else "a method"
-        raise ConfigError(
-            f"the weights of this {architecture} are quantised by {method}, and weighin does not dequantise them",
-            "give the folder of the model that was not quantised",
-        )
+        what = f"the weights of this {architecture} are quantised by {method}"
+        repair = "give the folder of the model that was not quantised"
+        raise ConfigError(f"{what}, and weighin does not dequantise them", repair)
     return diffusers_class(architecture)
 
 
@@ -56,7 +55,6 @@ def import_class(kwargs: Mapping[str, Any]) -> None:
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that ``from_pretrained`` loads, and the names of weights that the files lack."""
     kind, folder = _class_for_weights(**kwargs), folder_of(checkpoint)
     arguments: dict[str, Any] = {"local_files_only": True, "output_loading_info": True}
     present = {name for name in DIFFUSERS.weights if (folder / name).is_file()}
@@ -64,12 +62,10 @@ def reference(
         arguments["variant"] = variant
     elif present == {"diffusion_pytorch_model.bin.index.json"}:
         arguments["use_safetensors"] = False  # else it looks for no shards of .bin
-    called = f"{checkpoint}: {kind.__name__}.from_pretrained"
-    with says(called, "choose the class from which the checkpoint was saved"):
+    with says(
+        f"{checkpoint}: {kind.__name__}.from_pretrained",
+        "choose the class from which the checkpoint was saved",
+    ):
         model, info = kind.from_pretrained(folder, torch_dtype=dtype, **arguments)
     buffers = dict(model.named_buffers())
     return model, [name for name in info["missing_keys"] if name not in buffers]
-
-
-def example_inputs(architecture: str, config: Mapping[str, Any]) -> None:
-    """Return None, because the inputs differ between the classes of diffusers."""

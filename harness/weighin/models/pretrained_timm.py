@@ -35,8 +35,7 @@ def model_and_load(
     The function takes a file's tensors and the file; CheckpointError: timm refuses the file, or would
     initialise weights with random numbers.
     """
-    dtype = torch.get_default_dtype()
-    calls: list[tuple[Callable[..., None], Any, Mapping[str, Any], dict[str, Any]]] = []
+    dtype, calls = torch.get_default_dtype(), list[tuple[Any, ...]]()
 
     def remember(real: Any, model: Any, pretrained_cfg: Any, **arguments: Any) -> None:
         calls.append((real, model, pretrained_cfg, arguments))
@@ -77,17 +76,14 @@ def model_and_load(
     return model, load
 
 
-def _created(
-    architecture: str, folder: Path, load: Callable[..., None] | None = None
-) -> torch.nn.Module:
+def _created(architecture: str, folder: Path, load: Any = None) -> torch.nn.Module:
     """Create the model of a folder; ``load`` stands in for timm's function, its first argument."""
     timm = imported(TIMM)
     from timm.models import _builder
 
     if not timm.is_model(architecture):
-        raise ConfigError(
-            f"timm {timm.__version__} has no model {architecture!r}", "install a newer timm"
-        )
+        what = f"timm {timm.__version__} has no model {architecture!r}"
+        raise ConfigError(what, "install a newer timm")
     with _replacing:
         own, thread = _builder.load_pretrained, get_ident()
 
@@ -101,11 +97,10 @@ def _created(
         try:
             model: torch.nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
         except (TypeError, KeyError, AssertionError) as error:
-            raise ConfigError(
-                f"timm {timm.__version__} cannot build {architecture!r} from config.json:"
-                f" {type(error).__name__}: {error}",
-                "install a newer timm, or correct config.json",
-            ) from error
+            what = f"timm {timm.__version__} cannot build {architecture!r} from config.json"
+            reason = f"{type(error).__name__}: {error}"
+            repair = "install a newer timm, or correct config.json"
+            raise ConfigError(f"{what}: {reason}", repair) from error
         finally:
             _builder.load_pretrained = own
     return model

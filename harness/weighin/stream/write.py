@@ -16,7 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -390,31 +390,20 @@ def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
 
 def _dcp_metadata(tensors: Plans, places: Mapping[str, tuple[int, int]]) -> bytes:
     # Not at the top: this import takes a third of a second, and other formats do not need it.
+    from torch.distributed.checkpoint import default_planner
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint.metadata import StorageMeta
 
-    described, stored = {}, {}
-    for plan in tensors:
-        shape, zeros = torch.Size(plan.shape), torch.Size([0] * len(plan.shape))
-        described[plan.name] = TensorStorageMetadata(
-            TensorProperties(dtype=plan.dtype), shape, [ChunkStorageMetadata(zeros, shape)]
-        )
-        stored[MetadataIndex(plan.name, zeros, 0)] = _StorageInfo(DCP_DATA, *places[plan.name])
-    has_version = any(field.name == "version" for field in fields(Metadata))  # not in torch 2.6
-    metadata = Metadata(
-        state_dict_metadata=described,  # type: ignore[arg-type]
-        planner_data={plan.name: (plan.name,) for plan in tensors},
-        storage_data=stored,
-        storage_meta=StorageMeta(),
-        **({"version": "1.0.0"} if has_version else {}),
-    )
+    state = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
+    plan = default_planner.create_default_local_save_plan(state, True)
+    (plan,), metadata = default_planner.create_default_global_save_plan([plan])
+    metadata.planner_data = {one.name: (one.name,) for one in tensors}
+    metadata.storage_data = {
+        item.index: _StorageInfo(DCP_DATA, *places[item.index.fqn]) for item in plan.items
+    }
+    metadata.storage_meta = StorageMeta()
+    if hasattr(metadata, "version"):  # torch 2.6 has none
+        metadata.version = "1.0.0"
     return pickle.dumps(metadata)
 
 
