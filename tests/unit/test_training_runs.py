@@ -101,16 +101,12 @@ def copy_optimizer(step: Path, name: str) -> None:
     shutil.copy(step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", step / name)
 
 
-def remove_optimizer(step: Path) -> None:
-    for file in step.glob("*_optim_states.pt"):
-        file.unlink()
-
-
 def empty(step: Path, name: str) -> Path:
     torch.save({"weight": torch.ones(2)}, step / name)
     return step / name
 
 
+# tests/checkpoints/runs_of_ranks.py has the parallelisms, and a step without optimizer states.
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another run's rank": (
         lambda step: copy_optimizer(step, "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
@@ -124,22 +120,9 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda step: [empty(step, name) for name in (FIRST, f"zero_pp_rank_0_{FIRST}")],
         f"{FIRST} and zero_pp_rank_0_{FIRST} are both of rank 0: two runs wrote their files into this folder",
     ),
-    "no optimizer states": (remove_optimizer, "has no files *_optim_states.pt, where"),
-    "tensor parallelism": (
-        lambda step: empty(step, "mp_rank_01_model_states.pt"),
-        "(tensor parallelism), and the files do not say along which dimension: mp_rank_01",
-    ),
     "tensor parallelism of ZeRO 3": (
         lambda step: empty(step, "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
         "(tensor parallelism), and the files do not say along which dimension: zero_pp_rank_0",
-    ),
-    "pipeline parallelism": (
-        lambda step: empty(step, "layer_00-model_00-model_states.pt"),
-        "(pipeline parallelism): layer_00-model_00-model_states.pt",
-    ),
-    "experts": (
-        lambda step: empty(step, "layer_0_expert_1_mp_rank_00_model_states.pt"),
-        "(expert parallelism): layer_0_expert_1_mp_rank_00_model_states.pt",
     ),
     "experts' optimizer": (
         lambda step: empty(step, "expp_rank_0_mp_rank_00_optim_states.pt"),
