@@ -111,9 +111,7 @@ def test_the_rank_that_failed_is_named(
 def test_the_rank_that_hangs_is_named(bench: Bench, process: Watched) -> None:
     result = bench("rank_ends", process, ranks=3, how="hangs", timeout_s=30)
     assert result.outcome == Outcome.TIMEOUT
-    assert result.message == (
-        "still running after 30 s, rank 1 in phase 'bad', ranks 0 and 2 in phase 'meet'"
-    )
+    assert result.message == "still running after 30 s, rank 1 in phase 'bad'"
     assert result.last_phase == "bad"
 
 

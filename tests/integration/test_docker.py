@@ -274,7 +274,7 @@ def test_start_gives_the_worker_the_paths_that_it_can_read(
         running = load.start(isolation, folder)
         try:
             ended(running)
-            assert load.printed and load.printed.text == b"w.pt w.json mine.py\n"
+            assert load.printed.text == b"w.pt w.json mine.py\n"
         finally:
             running.close()
             running.close()

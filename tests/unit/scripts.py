@@ -4,7 +4,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fakes
@@ -59,9 +58,6 @@ def followed(
     kind: Any = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
     spec = kind(job, settings=settings, on_phase=on_phase)
     spec.disk = disk
-    spec.printed = SimpleNamespace(
-        text=running.stderr_tail if isinstance(running, FakeRunning) else b""
-    )
     with tempfile.TemporaryDirectory() as folder:
         running.listener = KnownListener(Path(folder), ranks)
         watch = Watch(spec, running.listener, reference)
@@ -71,7 +67,8 @@ def followed(
             watch.end()
         finally:
             watch.close()
-    result = measuring.result_of(spec, watch, 0, 10**18)
+    watch.seen.printed = running.stderr_tail if isinstance(running, FakeRunning) else b""
+    result = measuring.result_of(spec, watch, 10**18)
     return replace(result, environment=watch.ranks[0].told.environment), watch
 
 

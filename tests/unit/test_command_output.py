@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 from ran_commands import make_command, settings_of
 
 from weighin.result import Mark
-from weighin.run.output import Relay, relaying
+from weighin.run.commands import CommandSpec
+from weighin.run.output import Relay
 
 NOTHING = "[^\\s\\S]"  # a search that finds nothing
 PASSED_ON = """
@@ -200,8 +202,10 @@ def test_the_streams_of_commands_in_a_search(
     within: float | None, limit_bytes: int | None, hidden: tuple[bool, ...]
 ) -> None:
     cell = make_command(ram_limit_bytes=limit_bytes)
-    with relaying(settings_of(cell, within=within), cell, lambda: None) as relay:
-        streams = relay.streams
+    spec = CommandSpec(cell, settings_of(cell, within=within))
+    with ExitStack() as opened:
+        spec.enter(opened)
+        streams = spec._output.streams
         given = (streams.stdin, streams.stdout, streams.stderr)
         assert tuple(each is not None for each in given) == hidden
         for each in filter(None, given):

@@ -10,7 +10,7 @@ from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
 from weighin.result import Outcome, Phase
 from weighin.run import listener as messages
-from weighin.run.judge import Evidence, judge, where
+from weighin.run.judge import Evidence, judge
 from weighin.run.listener import Reported
 
 KILLED = Exit(None, signal=9)
@@ -203,7 +203,7 @@ def test_the_outcome_of_a_worker_that_ended(
     outcome: Outcome,
     message: str,
 ) -> None:
-    assert judged(told(*lines), ended, oom_kills, stderr_tail=stderr_tail) == (outcome, message)
+    assert judged(told(*lines), ended, oom_kills, printed=stderr_tail) == (outcome, message)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,5 @@ def test_a_gap_that_counts_as_a_phase_does_not_move_the_rank_that_hangs() -> Non
     baseline = fakes.baseline()
     waiting = told(baseline, fakes.begin("meet"))
     hanging = told(baseline, fakes.phase("other"), fakes.begin("bad"))
-    assert where([waiting, hanging, waiting]) == (
-        "rank 1 in phase 'bad', ranks 0 and 2 in phase 'meet'"
-    )
+    ranks = [waiting, hanging, waiting]
+    assert Evidence(make_cell(), ranks=ranks).where == "rank 1 in phase 'bad'"

@@ -91,7 +91,7 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
         (
             None,
             (
-                "weighin cannot tell whether the checkpoint was dropped from the page cache: Linux"
+                "weighin cannot tell whether the checkpoint left the page cache: Linux"
                 " reports cached pages only to a user who owns the files or may write them",
             ),
         ),

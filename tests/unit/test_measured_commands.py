@@ -115,8 +115,11 @@ def test_files_are_dropped_from_the_page_cache_before_the_start(
     assert [each.cached_bytes_at_start for each in results] == [0, 5 * MIB, None]
     assert [each.warnings[1:] for each in results] == [
         (),
-        ("5.000 MiB of the --cold files stayed in the page cache",),
-        (),
+        ("5.000 MiB of the --cold files could not be dropped from the page cache",),
+        (
+            "weighin cannot tell whether the --cold files left the page cache: Linux reports cached"
+            " pages only to a user who owns the files or may write them",
+        ),
     ]
     assert results[0].ran and results[0].ran.cold == cold
 

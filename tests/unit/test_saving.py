@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from weighin.records.metrics import phases_of_load
 from weighin.records.series import name_of
 from weighin.result import Outcome, Written
 from weighin.run import loads
+from weighin.run.judge import Evidence
 from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
@@ -203,7 +205,9 @@ def test_files_that_are_memory_are_warned_of(
 ) -> None:
     monkeypatch.setattr(page_cache, "drop", lambda files: 5 * 2**20 * len(list(files)))
     (tmp_path / "model.pt").write_bytes(b"x")
-    assert loads.LoadSpec(replace(JOB, target=str(tmp_path))).finish(0) == [
+    spec: Any = loads.LoadSpec(replace(JOB, target=str(tmp_path)))
+    spec.printed = SimpleNamespace(text=b"")
+    assert spec.finish(Evidence(JOB.cell)) == [
         "5.000 MiB of the written files could not be dropped from the page cache: on a tmpfs, files"
         " take up memory; put weighin's cache on a disk: WEIGHIN_CACHE=/path"
     ]

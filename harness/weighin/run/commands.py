@@ -3,11 +3,11 @@
 import linecache
 import os
 import signal
-import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,55 +18,58 @@ from weighin.isolation.process import PASSED
 from weighin.phase_reporter import SOCKET
 from weighin.plan.start import files_in
 from weighin.plan.task import Planned, Run
-from weighin.probes import mounts
 from weighin.program_phases import VARIABLE
 from weighin.records.metrics import largest
-from weighin.result import Faults, Outcome, Peaks, Pressure, Ran, Sample, Track
-from weighin.run import output
+from weighin.result import Faults, Outcome, Peaks, Ran, Track
 from weighin.run.interrupts import STOPPED
 from weighin.run.judge import Evidence
 from weighin.run.measure import Measured, Spec, Watch, measure
+from weighin.run.output import STANDARD, Readiness, Relay
 from weighin.settings.definition import Settings
-from weighin.text import few, one_line
+from weighin.text import one_line
 from weighin.units import MIB, format_bytes
 
 _TIMES: Final = 10
 _LEAST_S: Final = 30.0
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BY_KERNEL: Final = 0x80  # SI_KERNEL, of <signal.h>: the kernel sends the terminal's signals
-_CLOCK_S: Final = 0.02  # the kernel's clock for files is a little behind
 
 
 class CommandSpec(Spec):
     """A command, with this process's streams and signals; ``asked_to_end`` by SIGINT, SIGTERM or SIGHUP."""
+
+    named = "the --cold files"
 
     def __init__(self, cell: Cell, settings: Settings) -> None:
         self._own = settings.command(cell.strategy)
         super().__init__(cell, settings, files_in(self._own.cold) if self._own.cold else ())
         self.asked_to_end = False
         if settings.ready or settings.ready_url:
-            self.readiness = output.Readiness(settings)
-        self._receiver: Callable[[int], None] | None = None
+            self.readiness = Readiness(settings.ready_url)
+        self._running: Running | None = None  # gets the signals
         self._early: list[int] = []
-        self._shares_terminal = False  # the terminal sends its signals (Ctrl-C, Ctrl-Z) to it, too
         self._listening: threading.Thread | None = None
         self._is_over = False
 
     def enter(self, opened: ExitStack) -> None:
         opened.enter_context(self._passing_signals_on())
+        nothing = opened.enter_context(FileIO(os.devnull, "r+")).fileno()
+        is_search = self.settings.within is not None  # it hides the output under a limit
+        is_hidden = is_search and self.cell.ram_limit_bytes is not None
         at_ready = self.readiness.now if self.readiness else lambda: None
-        relaying = output.relaying(self.settings, self.cell, at_ready)
-        self._output = opened.enter_context(relaying)
+        targets = [nothing] * 2 if is_hidden else STANDARD
+        self._output = Relay(targets, self._own.marks, self.settings.ready, at_ready)
+        opened.callback(self._output.close)
+        if is_search:
+            self._output.streams = self._output.streams._replace(stdin=nothing)
 
     def start(self, isolation: Isolation, folder: Path) -> Running:
         environment = self.cell.environment | {VARIABLE: str(folder / SOCKET)}
-        cell = replace(self.cell, environment=environment)
-        settings, streams = self.settings, self._output.streams
-        mounts = (*settings.mounts, str(folder))
-        running = isolation.start(cell, cell.command, settings.cwd, streams, mounts)
+        cell, mounts = replace(self.cell, environment=environment), self.settings.mounts
+        streams, where = self._output.streams, self.settings.cwd
+        running = isolation.start(cell, cell.command, where, streams, (*mounts, str(folder)))
         # From now on, take signals in a thread: only there Linux says whether a terminal sent one.
-        self._shares_terminal = running.shares_terminal
-        self._receiver = running.send_signal
+        self._running = running
         for number in self._early:  # before the command was there: it may get one of them twice
             self._take(number, by_terminal=False)
         self._listening = threading.Thread(target=self._listen, name="signals", daemon=True)
@@ -74,20 +77,17 @@ class CommandSpec(Spec):
         self._output.start()
         return running
 
-    def finish(self, cached_bytes: int | None) -> list[str]:
-        self._output.finish()
-        warnings, kept = [], len(self._output.marks)
-        if cached_bytes:
-            left = format_bytes(cached_bytes)
-            warnings.append(f"{left} of the --cold files stayed in the page cache")
-        if self._output.number_of_marks > kept:
+    def finish(self, _seen: Evidence) -> list[str]:
+        output, warnings = self._output, []
+        output.finish()
+        if output.number_of_marks > len(output.marks):
             warnings.append(
-                f"{self._output.number_of_marks:,} lines matched --mark; the record keeps the newest"
-                f" {kept:,}"
+                f"{output.number_of_marks:,} lines matched --mark; the record keeps the newest"
+                f" {len(output.marks):,}"
             )
-        if self._output.given_up:
+        if output.given_up:
             warnings.append(
-                f"{self._output.given_up:,} lines were not searched to the end for --mark or --ready,"
+                f"{output.given_up:,} lines were not searched to the end for --mark or --ready,"
                 " which took more than 0.1 s each: a repeat inside a repeat, such as (a+)+, can take"
                 " forever"
             )
@@ -96,12 +96,12 @@ class CommandSpec(Spec):
     def _take(self, number: int, _frame: object = None, *, by_terminal: bool | None = None) -> None:
         """Pass one signal on; a SIGINT counts as Ctrl-C of the terminal, unless that is known."""
         self.asked_to_end |= number in _ENDING
-        if not self._receiver:  # another thread of this process took it before the command ran
+        if not self._running:  # another thread of this process took it before the command ran
             self._early.append(number)
             return
         by_terminal = number == signal.SIGINT if by_terminal is None else by_terminal
-        if not (by_terminal and self._shares_terminal):
-            self._receiver(number)
+        if not (by_terminal and self._running.shares_terminal):  # which then sends it itself
+            self._running.send_signal(number)
         if number == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -125,7 +125,7 @@ class CommandSpec(Spec):
         for number in kept:
             signal.signal(number, self._take)
         # Before any thread starts, which would take a signal that nobody then looks at. What comes
-        # before ``begun`` waits for it.
+        # before ``start`` waits for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
         try:
             yield
@@ -138,12 +138,10 @@ class CommandSpec(Spec):
             for number, handler in kept.items():
                 signal.signal(number, handler)
 
-    def figures(
-        self, watch: Watch, evidence: Evidence, _outcome: Outcome, spent_ns: int
-    ) -> dict[str, Any]:
-        sampler, samples, end = watch.sampler, watch.samples, watch.at_end
+    def figures(self, watch: Watch, _outcome: Outcome) -> dict[str, Any]:
+        sampler, samples, end, stacks = watch.sampler, watch.samples, watch.at_end, watch.stacks
         assert sampler
-        main, *others = [*watch.listener.by_process.values()] or [watch.ranks[0]]
+        main, others, spent_ns = watch.ranks[0], watch.others, watch.ended_ns - watch.started_ns
 
         def most(part: str) -> int | None:
             return largest(getattr(sample, part) for sample in samples)
@@ -157,93 +155,61 @@ class CommandSpec(Spec):
         if kernel_bytes is None:  # v2 keeps no mark of the kernel's own memory
             own_bytes = most("kernel_needed_bytes") or 0
             is_exact = is_exact and own_bytes <= MIB + (needed or 0) // 100
-        notes = [watch.running.unseen] if watch.running.unseen else []
-        # Else the container's files are gone, or what still runs holds the memory.
-        if watch.running.shares_terminal and watch.all_ended:
-            has_last = watch.cgroup and samples and not watch.server_ready_ns
-            notes += left(watch.started_s, samples[-1] if has_last else None)
-        warnings = [*notes, *(text for each in (main, *others) for text in each.warnings)]
-        if watch.stacks and watch.stacks.why:
-            warnings.append(watch.stacks.why)
+        left = []
+        # What still runs holds memory, and with a container, its files are gone.
+        is_over = watch.running.shares_terminal and watch.all_ended and not watch.server_ready_ns
+        if is_over and watch.cgroup and samples and samples[-1].shmem_bytes > MIB:
+            size = format_bytes(samples[-1].shmem_bytes)
+            left = [f"the command left {size} of shared memory: files of a tmpfs, such as /dev/shm"]
         highest = {each.pid: each.highest_rss_bytes for each in (main, *others)}
         faults = None
         if watch.cgroup and samples:
             faults = Faults(samples[-1].minor_faults, samples[-1].major_faults, end.refaults)
-        number, some, full = evidence.ended.signal, end.some_ns, end.full_ns
-        peaks = Peaks(
-            cgroup_bytes=peak_bytes,
-            anon_sampled_bytes=most("anon_bytes"),
-            file_sampled_bytes=most("page_cache_bytes"),
-            unreclaimable_sampled_bytes=sampled,
-            shmem_sampled_bytes=most("shmem_bytes"),
-            kernel_bytes=kernel_bytes,
-        )
-        processes = []
-        for each in watch.processes:
-            # Each phase resets VmHWM, so the highest of all readings counts.
-            rss = largest((highest.get(each.pid), each.highest_rss_bytes))
-            processes.append(replace(each, highest_rss_bytes=rss))
-        stacks = [
-            replace(each, code=code_of(each.frames, self.settings.cwd, watch.started_s))
-            for each in (watch.stacks.stacks if watch.stacks else ())
-        ]
         ran = Ran(
             pid=watch.running.pid,
             peak_ns=sampler.peak.t_ns if sampler.peak else None,
             needed_bytes=needed,
-            needed_is_sampled=not is_exact or bool(evidence.escape),
+            needed_is_sampled=not is_exact or bool(watch.seen.escape),
             at_peak=sampler.peak,
-            notes=tuple(notes),
-            signal=number,
-            survived=number != signal.SIGKILL,
-            processes=tuple(processes),
-            kills=tuple(evidence.kills or ()),
-            stacks=tuple(stacks),
+            notes=(*filter(None, [watch.running.unseen]), *left),
+            signal=watch.seen.ended.signal,
+            survived=watch.seen.ended.signal != signal.SIGKILL,
+            processes=tuple(
+                # Each phase resets VmHWM, so the highest of all readings counts.
+                replace(
+                    one, highest_rss_bytes=largest((highest.get(one.pid), one.highest_rss_bytes))
+                )
+                for one in watch.processes
+            ),
+            kills=tuple(watch.seen.kills or ()),
+            stacks=tuple(
+                replace(each, code=code_of(each.frames, self.settings.cwd, watch.started_s))
+                for each in (stacks.stacks if stacks else ())
+            ),
             ended=watch.ended_rest,
             tracks=tuple(Track(each.pid, each.phases) for each in others),
             cold=tuple(self._own.cold),
-            frozen_ns=watch.stacks.frozen_ns if watch.stacks else 0,
+            frozen_ns=stacks.frozen_ns if stacks else 0,
             marks=self._output.marks,
         )
         return {
-            "peaks": peaks,
+            "peaks": Peaks(
+                cgroup_bytes=peak_bytes,
+                anon_sampled_bytes=most("anon_bytes"),
+                file_sampled_bytes=most("page_cache_bytes"),
+                unreclaimable_sampled_bytes=sampled,
+                shmem_sampled_bytes=most("shmem_bytes"),
+                kernel_bytes=kernel_bytes,
+            ),
             "last_phase": main.died_in,
             "phases": main.phases,
             "load_ns": spent_ns,
             "ready_ns": spent_ns,
             "cost": {"load_ns": spent_ns},
             "faults": faults,
-            "pressure": None if some is full is None else Pressure(some, full),
-            "warnings": warnings,
+            "warnings": [*left, *([stacks.why] if stacks and stacks.why else [])],
             "ran": ran,
         }
-
-
-def left(started_s: float, last: Sample | None) -> list[str]:
-    """Say which files of a tmpfs that changed since ``started_s`` take 1 MiB of memory or more. Without ``last``,
-    the cgroup's sample after the end of all processes, a file may be another program's.
-    """
-    if last and last.shmem_bytes <= MIB:
-        return []
-    sizes: dict[str, int] = {}
-    for place in (one.place for one in mounts.read() if one.kind in ("tmpfs", "ramfs")):
-        for folder, below, names in os.walk(place):
-            below[:] = [name for name in below if not os.path.ismount(Path(folder, name))]
-            for path in (Path(folder, name) for name in names):
-                with suppress(OSError):  # removed meanwhile
-                    state = path.lstat()
-                    if stat.S_ISREG(state.st_mode) and state.st_ctime >= started_s - _CLOCK_S:
-                        sizes[str(path)] = state.st_blocks * 512
-    total = last.shmem_bytes if last else sum(sizes.values())
-    if total <= MIB:
-        return []
-    own = [path for path, size in sizes.items() if size <= total]  # a larger one is another's
-    largest_first = sorted(own, key=lambda path: -sizes[path])
-    named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in largest_first])
-    who = "the command left" if last else "while it ran, files of a tmpfs got"
-    return [
-        f"{who} {format_bytes(total)} of shared memory: {named or 'in no file that is visible'}"
-    ]
 
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:

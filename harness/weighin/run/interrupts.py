@@ -63,8 +63,8 @@ def put_off() -> Iterator[None]:
         yield
     finally:
         _state.put_off = before
-    if _state.wanted and not _state.raised and not before:
-        _stop()
+    if not before and not _state.raised:
+        check()
 
 
 @contextmanager
@@ -86,15 +86,11 @@ def ignore() -> None:
 def check() -> None:
     """Raise the exception of a signal that has arrived, even if other code has already caught it."""
     if _state.wanted:
-        _stop()
+        _state.raised = True
+        raise (_state.error or Interrupted)(STOPPED)
 
 
 def _take(*_: object) -> None:
     _state.wanted = True
     if not _state.put_off and not _state.raised:
-        _stop()
-
-
-def _stop() -> None:
-    _state.raised = True
-    raise (_state.error or Interrupted)(STOPPED)
+        check()

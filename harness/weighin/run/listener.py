@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ _LONGEST_NAME: Final = 64  # of a program's phase
 _LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
 _LARGEST: Final = 2**63 - 1  # the range of a counter of the kernel, and of a record
 _MOST_PHASES: Final = 1000  # of one program, because a training loop may have millions
+_MOST_RENAMED: Final = 3  # phases of one process that warnings name
 
 
 class End(Struct, forbid_unknown_fields=True):
@@ -151,24 +153,16 @@ class Reported:
     stderr_tail: str = ""
     highest_rss_bytes: int = 0
     died_in: str | None = None
-    is_refused: bool = False
     before: Counters = field(default_factory=Counters)  # at the end of a worker's last phase
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
     _open: dict[int, _Open] = field(default_factory=dict)
     _last: End | None = None  # the last reading of a program
-    _number_lost: int = 0
-    _renamed: dict[str, str] = field(default_factory=dict)
-    _resets: bool = True
     _resets_group: bool = True
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         return tuple(sorted(self._phases, key=lambda phase: (phase.start_ns, -phase.end_ns)))
-
-    @property
-    def is_worker(self) -> bool:
-        return (self.current or self.told.baseline) is not None
 
     @property
     def where(self) -> str:
@@ -195,6 +189,11 @@ class Reported:
         load_ns, touch_ns = self.told.load_ns, self.told.touch_ns
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 
+    def note(self, what: str) -> None:
+        """Note, once, which figures of this process are missing or not exact, for a warning in the record."""
+        if (text := f"process {self.pid} {what}") not in self.told.notes:
+            self.told.notes.append(text)
+
     def take(self, part: Told) -> None:
         """Take a part of what a worker tells."""
         unset = Told()
@@ -220,14 +219,26 @@ class Reported:
         self.before, self._in_phase = now, False
 
     def begin(self, begun: Begin, now: Counters, *, resets_group: bool) -> None:
-        self._resets &= begun.resets
-        self._resets_group &= resets_group
+        if not begun.resets:
+            self.note(
+                "could not reset its peak RSS: the value of each phase is the peak since the process"
+                " started"
+            )
+        if self.is_main and not resets_group:
+            self._resets_group = False
+            self.note(
+                "has phases without a cgroup peak, because the cgroup's peak could not be reset (cgroup"
+                " v2 needs Linux 6.12 for it)"
+            )
         self._raise(begun.peak_rss_bytes, now)
         if before := self._open.pop(begun.id, None):  # a phase from before the process called exec
             self._close(before, now)
         was, begun.name = one_line(begun.name, 2 * _LONGEST_NAME), _cleaned(begun.name)
-        if begun.name != was and len(self._renamed) < 3:  # the warning names three
-            self._renamed[was] = begun.name
+        if begun.name != was and len(self.told.notes) < _MOST_RENAMED:
+            self.note(
+                f"has a phase {was!r} that is recorded as {begun.name!r}: a name has at most 64 letters,"
+                " digits, spaces and _ . + / ( ) -, and is not that of one of weighin's own phases"
+            )
         begun.memory = replace(begun.memory, cgroup_bytes=now.usage_bytes)
         begun.t_ns = time.monotonic_ns()
         self._open[begun.id] = _Open(begun, now, begun.t_ns)
@@ -266,6 +277,9 @@ class Reported:
     def close(self, now: Counters) -> None:
         if self._open:
             self.died_in = list(self._open.values())[-1].begun.name
+            self.note(
+                f"ended inside its phase {self.died_in!r}, whose peak RSS is therefore sampled"
+            )
             self._raise(0, now)
         while self._open:
             self._close(self._open.popitem()[1], now)
@@ -291,52 +305,14 @@ class Reported:
         if len(self._phases) < _MOST_PHASES:
             self._phases.append(phase)
             return
-        self._number_lost += 1
+        self.note(
+            f"had more than {_MOST_PHASES} phases: later ones are not recorded, but for each name, the"
+            " one with the highest peak RSS is"
+        )
         alike = [number for number, each in enumerate(self._phases) if each.name == phase.name]
         highest = max(alike, key=lambda number: self._phases[number].peak_rss_bytes, default=None)
         if highest is not None and phase.peak_rss_bytes > self._phases[highest].peak_rss_bytes:
             self._phases[highest] = phase
-
-    @property
-    def warnings(self) -> list[str]:
-        """Texts for the record: notes, and which figures of a program are missing or not exact."""
-        who = f"process {self.pid}"
-        names = ", ".join(f"{was!r} as {name!r}" for was, name in self._renamed.items())
-        then = "which weighin did not take"
-        if not self.is_worker:
-            then = "after which weighin took nothing more from that connection"
-        found = (
-            (
-                self.is_refused,
-                f"{who} sent a message with an impossible or unknown value, {then}: phases may be missing",
-            ),
-            (
-                not self._resets,
-                f"the peak RSS of {who} could not be reset: the value of each phase is the peak since"
-                " the process started",
-            ),
-            (
-                self.is_main and not self._resets_group,
-                "the cgroup's peak could not be reset, so phases have no cgroup peak (cgroup v2 needs"
-                " Linux 6.12 for it)",
-            ),
-            (
-                self.died_in is not None,
-                f"{who} ended inside its phase {self.died_in!r}, whose peak RSS is therefore sampled",
-            ),
-            (
-                self._number_lost,
-                f"{who} had more than {_MOST_PHASES} phases: {self._number_lost} are not recorded, but"
-                " for each name, the one with the highest peak RSS is",
-            ),
-            (
-                names,
-                f"{who} has phases that are recorded under other names ({names}): a name has at most"
-                " 64 letters, digits, spaces and _ . + / ( ) -, and is not that of one of weighin's own"
-                " phases",
-            ),
-        )
-        return [*self.told.notes, *(text for is_so, text in found if is_so)]
 
 
 def _cleaned(name: str) -> str:
@@ -367,8 +343,6 @@ class Listener:
         self.by_process: dict[tuple[int, int], Reported] = {}
         self.ranks = [Reported() for _ in range(ranks)]
         self.error: BaseException | None = None
-        self._take: Callable[[Reported, Message], None] = lambda *_: None
-        self._counters: Callable[[], Counters] = Counters
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with address(str(self.path)) as place:
@@ -380,10 +354,10 @@ class Listener:
             raise
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._connections = set[socket.socket]()
         self._thread: threading.Thread | None = None
-        self._by_connection: dict[socket.socket, tuple[int, int]] = {}
         self._waiting = set[socket.socket]()  # a rank that says it twice is still one
 
     def watch(
@@ -406,7 +380,7 @@ class Listener:
         for reported in self.by_process.values():
             is_open = reported.is_in_phase and reported.is_main
             reported.close(self._counters() if is_open else Counters())
-        for each in (*self._by_connection, self._server, self._woken, self._wake):
+        for each in (*self._connections, self._server, self._woken, self._wake):
             each.close()
         self._selector.close()
         self.path.unlink(missing_ok=True)
@@ -422,14 +396,11 @@ class Listener:
                 if deadline and not ready:
                     return
                 for key, _ in ready:
-                    if key.fileobj is self._woken:
+                    if key.data:
+                        key.data()
+                    else:  # woken
                         self._selector.unregister(self._woken)
                         deadline = time.monotonic() + _DRAIN_S
-                    elif key.fileobj is self._server:
-                        self._accept()
-                    else:
-                        assert isinstance(key.fileobj, socket.socket)
-                        self._receive(key.fileobj)
                 for reported in self.by_process.values():
                     reported.sample(self._counters if reported.is_main else Counters)
         except BaseException as error:  # the main thread raises it
@@ -445,30 +416,35 @@ class Listener:
         if pid:  # 0 stands for a process of another pid namespace
             with suppress(OSError):  # /proc hides other users' processes
                 ticks = start_time(pid) or _ENDED
-        if ticks is None or len(self._by_connection) >= _MOST_CONNECTIONS:
+        if ticks is None or len(self._connections) >= _MOST_CONNECTIONS:
             connection.close()
             return
         connection.setblocking(False)
-        self._by_connection[connection] = pid, ticks
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._connections.add(connection)
+        receive = partial(self._receive, connection, (pid, ticks))
+        self._selector.register(connection, selectors.EVENT_READ, receive)
         if (pid, ticks) not in self.by_process:
             is_main = not self.by_process and len(self.ranks) == 1
             reported = self.ranks[0] if is_main else Reported(is_main=False)
             self.by_process[pid, ticks], reported.pid = reported, pid
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket, process: tuple[int, int]) -> None:
         try:
             packet = connection.recv(LONGEST_MESSAGE)
         except BlockingIOError:
             return
         except OSError:
             packet = b""
-        process = self._by_connection[connection]
         reported, (kind, message) = self.by_process[process], decode(packet)
         meets = kind in MET and len(self.ranks) > 1
         if message is None:
-            reported.is_refused |= bool(packet)
-            if not packet or not reported.is_worker or meets:
+            if packet:
+                reported.note(
+                    "sent a message with an impossible or unknown value, which weighin did not take:"
+                    " phases may be missing"
+                )
+            is_worker = reported.current is not None or reported.told.baseline
+            if not packet or not is_worker or meets:
                 self._drop(connection)
                 return
         elif isinstance(message, Told) and message.rank is not None:
@@ -492,6 +468,7 @@ class Listener:
                 self._drop(each)
 
     def _drop(self, connection: socket.socket) -> None:
-        if self._by_connection.pop(connection, None):
+        if connection in self._connections:  # it may have ended while it waited for other ranks
+            self._connections.remove(connection)
             self._selector.unregister(connection)
             connection.close()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from io import FileIO
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +27,8 @@ from weighin.probes import environment, mounts, page_cache
 from weighin.probes.cgroup import grown
 from weighin.records import run_folder
 from weighin.records.metrics import largest
-from weighin.result import UNTIL_READY, Faults, Memory, Outcome, Peaks, Pressure, Rank, Sample, Use
-from weighin.run.judge import Evidence, culprit, lost
+from weighin.result import UNTIL_READY, Faults, Memory, Outcome, Peaks, Rank, Sample, Use
+from weighin.run.judge import Evidence
 from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
 from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
@@ -51,7 +50,9 @@ _Key = tuple[str, str, str]
 
 
 class LoadSpec(Spec):
-    """A load, a save or a test's body."""
+    """A load, a save or a test's body. Behind the file offset ``stall_from_bytes``, a slow disk never answers a
+    read. A worker that is asked for ``only_baseline`` is killed when it has reported it.
+    """
 
     def __init__(
         self,
@@ -64,9 +65,6 @@ class LoadSpec(Spec):
         stall_from_bytes: int | None = None,
         only_baseline: bool = False,
     ) -> None:
-        """Behind the file offset ``stall_from_bytes``, a slow disk never answers a read. A worker that is asked
-        for ``only_baseline`` is killed when it has reported its memory before the load.
-        """
         super().__init__(job.cell, settings, files, on_phase)
         self.changed: list[Path] = []  # the checkpoint's files that changed meanwhile
         self._job, self._model_bytes = job, model_bytes
@@ -90,7 +88,7 @@ class LoadSpec(Spec):
             self.disk = Mount(folder, pace, staging.slow_disks())
             opened.callback(self.disk.close)
             inside = self.disk.folder / Path(job.checkpoint).relative_to(folder)
-            self._job = job = replace(job, checkpoint=str(inside))
+            self._job = replace(job, checkpoint=str(inside))
             self.facts["disk"] = {"means": "fuse", "request_bytes": LARGEST_READ_BYTES}
         if size := (self._model_bytes or 0) * cell.ranks if self.settings.steady else 0:
             # Leave memory for what the worker needs before its baseline: a save's model, a warm
@@ -101,13 +99,13 @@ class LoadSpec(Spec):
             self._held_bytes = self._held.enter_context(held(3 * size, spare))
         if self.files:
             self.facts["storage"] = {"file_system": mounts.file_system_of(self.files[0])}
-            self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(job.checkpoint))
+            self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(self._job.checkpoint))
 
     def start(self, isolation: Isolation, folder: Path) -> Running:
         job = replace(self._job, parent=0 if isolation.name == "docker" else os.getpid())
         (folder / JOB).touch(0o600)  # the environment may have secrets
         (folder / JOB).write_text(encode_job(job))
-        mounts = chain(visible.of_job(job), job.mounts, [str(folder)])
+        mounts = [*visible.of_job(job), *job.mounts, str(folder)]
         worker = child_process.module("weighin.worker", str(folder))
         with Path(os.devnull).open("rb") as nothing, self._end as end:
             streams = Streams(nothing.fileno(), end.fileno(), end.fileno())
@@ -121,71 +119,56 @@ class LoadSpec(Spec):
             time.sleep(SETTLED_S)
             self._held.close()
 
-    def finish(self, cached_bytes: int | None) -> list[str]:
+    def finish(self, seen: Evidence) -> list[str]:
+        seen.printed = self.printed.text
         self.changed = [file for file, state in self._states.items() if _state(file) != state]
         if self.changed:
             outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
             if self.cell.isolation == "docker":  # mounts the files read-only
                 outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
             what = "changed the checkpoint's files during the measurement"
-            names = few([file.name for file in self.changed])
-            self.because = outcome, f"{who} {what}: {names}"
-        warnings = []
-        if self.files and cached_bytes is None:
-            warnings.append(
-                "weighin cannot tell whether the checkpoint was dropped from the page cache: Linux"
-                " reports cached pages only to a user who owns the files or may write them"
-            )
-        elif cached_bytes:
-            left = format_bytes(cached_bytes)
-            warnings.append(f"{left} of the checkpoint could not be dropped from the page cache")
+            seen.changed = outcome, f"{who} {what}: {few([file.name for file in self.changed])}"
         if target := self._job.target:
             written = (path for path in Path(target).rglob("*") if path.is_file())
             if kept := page_cache.drop(written):
-                warnings.append(
+                return [
                     f"{format_bytes(kept)} of the written files could not be dropped from the page"
                     " cache: on a tmpfs, files take up memory; put weighin's cache on a disk:"
                     " WEIGHIN_CACHE=/path"
-                )
-        return warnings
+                ]
+        return []
 
     # The result of a load -------------------------------------------------------------------------
 
-    def figures(
-        self, watch: Watch, evidence: Evidence, outcome: Outcome, _spent_ns: int
-    ) -> dict[str, Any]:
-        ranks, first = watch.ranks, watch.ranks[0]
-        totals, before = watch.at_ready or watch.at_end, watch.at_baseline
+    def figures(self, watch: Watch, outcome: Outcome) -> dict[str, Any]:
+        ranks, told, refaults = watch.ranks, watch.ranks[0].told, watch.at_baseline.refaults
         is_whole = outcome is Outcome.OK or all(each.is_done for each in ranks)
-        some, full = grown(before.some_ns, totals.some_ns), grown(before.full_ns, totals.full_ns)
-        loads, told = [each.told.load_ns for each in ranks], first.told
+        loads = [each.told.load_ns for each in ranks]
         slowest = max(ranks, key=lambda each: math.inf if each.ready_ns is None else each.ready_ns)
+        times = ("import_ns", "load_ns", "touch_ns", "first_use_ns", "marks_ns")
+        refaults = grown(refaults, (watch.at_ready or watch.at_end).refaults)
         return {
-            "last_phase": None if is_whole else ranks[culprit(evidence)].current,
+            "last_phase": None if is_whole else ranks[watch.seen.culprit].current,
             "model_bytes": self._model_bytes,
             "baseline": told.baseline,
             "peaks": _peaks(watch),
-            "phases": first.phases,
+            "phases": ranks[0].phases,
             "load_ns": None if None in loads else largest(loads),
             "ready_ns": slowest.ready_ns,
-            "faults": _faults(watch, grown(before.refaults, totals.refaults)),
-            "pressure": None if some is full is None else Pressure(some, full),
+            "faults": _faults(watch, refaults),
             "touched_bytes_before": self._held_bytes,
             "written": told.written,
-            "cost": {
-                name: getattr(slowest.told, name)
-                for name in ("import_ns", "load_ns", "touch_ns", "first_use_ns", "marks_ns")
-            },
+            "cost": {name: getattr(slowest.told, name) for name in times},
             "allocator_summary": told.summary,
             "sources_hash": self._sources_hash,
-            "warnings": self._warnings(watch, evidence, outcome),
+            "warnings": self._warnings(watch),
             "processes": watch.processes,
             "ranks": tuple(self._rank(watch, each) for each in range(len(ranks)) if len(ranks) > 1),
             "use": _use(watch),
         }
 
     def _rank(self, watch: Watch, number: int) -> Rank:
-        reported, ended = watch.ranks[number], watch.exits.get(number)
+        reported, ended = watch.ranks[number], watch.seen.failed_ranks.get(number)
         has_samples = watch.rank_samples.get(number)
         return Rank(
             phase=reported.current,
@@ -197,11 +180,9 @@ class LoadSpec(Spec):
             samples_path=run_folder.samples_path(self.cell, number) if has_samples else None,
         )
 
-    def _warnings(self, watch: Watch, evidence: Evidence, outcome: Outcome) -> list[str]:
-        warnings = [watch.running.unseen] if watch.running.unseen else []
-        warnings += dict.fromkeys(text for each in watch.ranks for text in each.warnings)
+    def _warnings(self, watch: Watch) -> Iterator[str]:
         if len(watch.ranks) > 1 and not watch.running.cgroup:
-            warnings.append(
+            yield (
                 "without a cgroup, the memory that ranks share cannot be counted once, so the"
                 " file-backed memory is that of the rank that has the most"
             )
@@ -211,25 +192,17 @@ class LoadSpec(Spec):
             commands = [each.command for each in watch.processes if each.pid not in ours]
             names = few(sorted({Path(each.split()[0]).name for each in commands if each}))
             started = f"{number} process{'es' * (number > 1)}" + (f" ({names})" if names else "")
-            warnings.append(
+            yield (
                 "peak RSS and anonymous memory are those of the measured process alone; it started"
                 f" {started}, with {format_bytes(private_bytes)} of private memory in all (sampled)"
             )
-        if evidence.ended.still_runs:
-            warnings.append(
-                "the measured process was still running when this was recorded: SIGKILL did not end"
-                " it"
-            )
-        if evidence.oom_kills and outcome not in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
-            warnings.append(lost(evidence.oom_kills))
-        return warnings
 
 
 def _peaks(watch: Watch) -> Peaks:
-    ranks, first, sampler = watch.ranks, watch.ranks[0], watch.sampler
+    ranks, sampler = watch.ranks, watch.sampler
     phases = [phase for each in ranks for phase in each.load_phases]
     rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
-    if sampler and not (watch.at_ready or first.told.outcome):
+    if sampler and not (watch.at_ready or ranks[0].told.outcome):
         # The worker died inside a phase, whose high-water mark only the last sample has.
         rss += sampler.last_peaks_rss_bytes
     baseline_ns = max(each.told.baseline_ns for each in ranks)
@@ -239,23 +212,21 @@ def _peaks(watch: Watch) -> Peaks:
         seen += [phase.end for phase in phases]
     if all(each.told.baseline for each in ranks):
         seen += [each for each in watch.samples if baseline_ns <= each.t_ns <= last_ns]
+    of_driver = [each.cuda_driver_bytes for each in seen if isinstance(each, Sample)]
     number, private_bytes = sampler.others if sampler else (0, 0)
     pss = [each.told.pss_bytes for each in ranks]
     # The checksums themselves allocate GPU memory.
-    on_gpu = [phase for phase in first.load_phases if phase.name not in UNTIL_READY]
+    on_gpu = [phase for phase in ranks[0].load_phases if phase.name not in UNTIL_READY]
     of_gpu = ("cuda_requested", "cuda_allocated", "cuda_reserved", "pinned")
     has_shared = any(each.shmem_bytes for each in seen)
+    unreclaimable = [each.anon_bytes + each.shmem_bytes for each in seen if has_shared]
     return Peaks(
         rss_bytes=largest(rss),
         cgroup_bytes=watch.peak_bytes,
         anon_sampled_bytes=largest(each.anon_bytes for each in seen),
         file_sampled_bytes=largest(each.file_bytes for each in seen),
-        unreclaimable_sampled_bytes=largest(
-            each.anon_bytes + each.shmem_bytes for each in seen if has_shared
-        ),
-        cuda_driver_sampled_bytes=largest(
-            each.cuda_driver_bytes for each in seen if isinstance(each, Sample)
-        ),
+        unreclaimable_sampled_bytes=largest(unreclaimable),
+        cuda_driver_sampled_bytes=largest(of_driver),
         pss_bytes=sum(each or 0 for each in pss) if None not in pss else None,
         others_private_sampled_bytes=private_bytes if number and len(ranks) == 1 else None,
         **{

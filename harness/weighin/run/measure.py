@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.checkpoint import staging
-from weighin.child_process import Tail, signal_each
+from weighin.child_process import signal_each
 from weighin.errors import HarnessError
 from weighin.files import no_link
 from weighin.isolation.base import Exit, Isolation, Running
@@ -34,10 +34,21 @@ from weighin.probes.process_table import command_of
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.records import run_folder, verdict
 from weighin.records.metrics import largest
-from weighin.result import SCHEMA, Cost, Kill, Outcome, Phase, Process, Result, Sample, Stopped
-from weighin.run import interrupts, listener
-from weighin.run.judge import Evidence, contradictions, is_beyond, judge, void
-from weighin.run.listener import Listener, Reported, Told
+from weighin.result import (
+    SCHEMA,
+    Cost,
+    Kill,
+    Outcome,
+    Phase,
+    Pressure,
+    Process,
+    Result,
+    Sample,
+    Stopped,
+)  # fmt: skip
+from weighin.run import interrupts
+from weighin.run.judge import Evidence, contradiction, is_beyond, judge, lost, void
+from weighin.run.listener import Begin, End, Ended, Listener, Message, Reported, Told
 from weighin.run.output import Readiness
 from weighin.settings.definition import Settings
 from weighin.text import one_line
@@ -62,10 +73,9 @@ class Spec:
     the page cache first; ``on_phase`` gets the name of each phase of a load that begins.
     """
 
+    named = "the checkpoint"  # the ``files`` in words
     disk: "Mount | None" = None  # slow, from which a load reads
     readiness: Readiness | None = None  # of a command that is a server
-    because: tuple[Outcome, str] | None = None  # the outcome if no figure may count
-    printed: Tail | None = None  # by a worker
 
     def __init__(
         self,
@@ -89,15 +99,11 @@ class Spec:
     def before_load(self) -> None:
         """Do what is to be done when the worker waits for the begin of its load."""
 
-    def finish(self, cached_bytes: int | None) -> list[str]:
-        """Do what is left to do after the cell's end; return warnings. ``cached_bytes`` of ``files`` were
-        in the page cache at the start; None if unknown.
-        """
+    def finish(self, seen: Evidence) -> list[str]:
+        """Do what is left to do after the cell's end, and complete ``seen``; return warnings."""
         raise NotImplementedError
 
-    def figures(
-        self, watch: "Watch", evidence: Evidence, outcome: Outcome, spent_ns: int
-    ) -> dict[str, Any]:
+    def figures(self, watch: "Watch", outcome: Outcome) -> dict[str, Any]:
         """Return fields of the result; ``cost`` has the times, ``warnings`` those of the figures."""
         raise NotImplementedError
 
@@ -143,11 +149,20 @@ def measure(
     """Run one cell to its end; kill one that thrashes in comparison with ``reference``, without a limit."""
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(spec.files) if spec.files else None
+    warnings = []
+    if spec.files and cached_bytes is None:
+        warnings.append(
+            f"weighin cannot tell whether {spec.named} left the page cache: Linux"
+            " reports cached pages only to a user who owns the files or may write them"
+        )
+    elif cached_bytes:
+        left = format_bytes(cached_bytes)
+        warnings.append(f"{left} of {spec.named} could not be dropped from the page cache")
     with staging.own_folder(Path(tempfile.gettempdir()), _PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
         watch = Watch(spec, Listener(folder, spec.cell.ranks), reference)
         opened.callback(watch.abandon)
-        begun_ns = time.monotonic_ns()
+        trouble: HarnessError | None = None
         with interrupts.put_off(), ExitStack() as failing:
             running = spec.start(isolation, folder)
             failing.callback(running.close)
@@ -155,22 +170,19 @@ def measure(
             try:
                 watch.begin(running)
                 watch.wait()
-                end_ns = watch.server_ready_ns or time.monotonic_ns()
                 watch.end()
             finally:
                 watch.close()
             failing.pop_all()
             watch.release()
-            trouble: HarnessError | None = None
             try:
                 running.close()
             except HarnessError as error:  # the result is still recorded
                 trouble = error
-        warnings = spec.finish(cached_bytes)
+        warnings = spec.finish(watch.seen) + warnings
         result = result_of(
             spec,
             watch,
-            end_ns - begun_ns,
             time.monotonic_ns() - start_ns,
             warnings,
             started_at=started_at,
@@ -181,43 +193,46 @@ def measure(
 
 
 def result_of(
-    spec: Spec,
-    watch: "Watch",
-    spent_ns: int,
-    wall_ns: int,
-    warnings: Sequence[str] = (),
-    **known: Any,
+    spec: Spec, watch: "Watch", wall_ns: int, warnings: Sequence[str] = (), **known: Any
 ) -> Result:
-    """Return the record of a cell that has ended, ``spent_ns`` after a command's start, or when it was ready;
-    ``known`` are further fields of it.
-    """
-    evidence = watch.evidence()
-    judged, message = judge(evidence)
-    figures = spec.figures(watch, evidence, judged, spent_ns)
-    outcome, doubts = judged, list[str]()
+    """Return the record of a cell that has ended; ``known`` are further fields of it."""
+    seen = watch.evidence()
+    judged, message = judge(seen)
+    figures, outcome, doubts = spec.figures(watch, judged), judged, list[str]()
+    spent_ns = max(figures["ready_ns"] or 0, figures["load_ns"] or 0)
     if outcome is Outcome.OK and message:
         doubts, message = [message], ""
-    if spec.because:
-        outcome, message = void(outcome, message, *spec.because)
-    spent_ns = max(figures["ready_ns"] or 0, figures["load_ns"] or 0)
-    wrong = contradictions(spec.cell, figures["peaks"], figures.get("baseline"), spent_ns, wall_ns)
-    if outcome is Outcome.OK and (why := next(wrong, "")):
+    base = figures.get("baseline")
+    if outcome is Outcome.OK and (
+        why := contradiction(spec.cell, figures["peaks"], base, spent_ns, wall_ns)
+    ):
         outcome, message = void(outcome, message, Outcome.MEASUREMENT_FAILED, why)
     if outcome is Outcome.THRASHING:  # it was killed, so its times are no results
         figures |= {"load_ns": None, "ready_ns": None}
         figures["cost"]["load_ns"] = None
+    unseen = [watch.running.unseen] if watch.running.unseen else []
+    before, totals = watch.at_baseline, watch.at_ready or watch.at_end
+    some, full = grown(before.some_ns, totals.some_ns), grown(before.full_ns, totals.full_ns)
+    notes = [text for each in (*watch.ranks, *watch.others) for text in each.told.notes]
+    if seen.ended.still_runs:
+        notes.append(
+            "the measured process was still running when this was recorded: SIGKILL did not end it"
+        )
+    if seen.oom_kills and judged not in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
+        notes.append(lost(seen.oom_kills))
     return Result(
         schema=SCHEMA,
         cell=spec.cell,
         outcome=outcome,
         message=message,
-        oom_kills=evidence.oom_kills,
+        oom_kills=seen.oom_kills,
+        pressure=None if some is full is None else Pressure(some, full),
         limit_events=watch.at_end.limit_events,
-        exit_code=evidence.ended.shell_code,
+        exit_code=seen.ended.shell_code,
         cost=Cost(wall_ns=wall_ns, **figures.pop("cost")),
-        warnings=(*figures.pop("warnings"), *doubts, *warnings),
+        warnings=(*dict.fromkeys([*unseen, *notes]), *figures.pop("warnings"), *doubts, *warnings),
         samples_path=run_folder.samples_path(spec.cell) if watch.samples else None,
-        stopped=None if judged is Outcome.OOM_KILLED else watch.stopped,
+        stopped=None if judged is Outcome.OOM_KILLED else seen.stopped,
         **known,
         **figures,
     )
@@ -232,42 +247,40 @@ class Watch:
         self, spec: Spec, listener: Listener, reference: verdict.Reference | None = None
     ) -> None:
         self.listener, self.ranks = listener, listener.ranks  # of a command, the main process
+        self.seen = Evidence(spec.cell, ranks=listener.ranks)
         self.samples: list[Sample] = []  # of several ranks, of all together
         self.rank_samples: dict[int, list[Sample]] = {}
-        self.exits: dict[int, Exit] = {}  # of ranks, in their order in time
         self.sampler: Sampler | None = None
         self.stacks: StackTaker | None = None
         self.cgroup: Cgroup | None = None
         # The cgroup's highest charge from the baseline until the model is ready; of a command, until a
         # server is ready, or the end. What it is after weighin has killed the cell does not count.
         self.peak_bytes: int | None = None
-        self.at_baseline = self.at_end = Counters()  # the end of the cell, or a ready server
+        self.at_end = Counters()  # of the cell, or when a server was ready
+        self.at_baseline = (
+            Counters() if spec.is_load else Counters(refaults=0, some_ns=0, full_ns=0)
+        )
         self.at_ready: Counters | None = None  # when all ranks had read every byte
-        self.stopped: Stopped | None = None  # why weighin killed the cell
         self.started_s = time.time()
         self.processes: tuple[Process, ...] = ()  # after ``evidence``
         self.ended_rest: tuple[str, ...] = ()  # by ``end_rest``
         self.all_ended = False
-        self._spec, self._started_ns = spec, time.monotonic_ns()
-        self._reference = reference if spec.cell.ram_limit_bytes else None
+        self._spec, self._reference = spec, reference if spec.cell.ram_limit_bytes else None
         self._test_s = time.monotonic() + _TEST_S if self._reference else math.inf
         self._log = kernel_log.position()
         self._machine_oom_kills = read_machine_oom_kills()
-        self._stalled = ""
         self._is_frozen = False  # since a server is ready, or weighin has killed the cell
-        self._ended = Exit(None, still_runs=True)
         self._driver: DriverMemory | None = None
-        self._limits: list[tuple[int, Path]] = []
         self._reading = threading.RLock()  # of the mark, which this thread and the listener's reset
+        self.started_ns = self.ended_ns = time.monotonic_ns()
 
     # Before and while the cell runs ---------------------------------------------------------------
 
     def begin(self, running: Running) -> None:
-        self.running = running
-        self.cgroup = cgroup_of(running)
+        self.running, self.cgroup = running, cgroup_of(running)
         self._home = memory_cgroup_of(running.pid) if running.pid and not running.cgroup else None
         if running.cgroup:
-            self._limits = limits_around(running.cgroup.parent)
+            self.seen.limits = limits_around(running.cgroup.parent)
         if self._spec.settings.stacks:
             from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
 
@@ -281,17 +294,16 @@ class Watch:
             self._spec.readiness.begin(self._freeze)
 
     def _start_sampling(self) -> None:
-        if not (pid := self.running.pid):
-            return
-        loading = [each.pid or pid for each in self.ranks] if self._spec.is_load else []
-        look = self.stacks.look if self.stacks else None
-        members = self.running.members
-        self.sampler = Sampler(pid, members, self.cgroup, loading=loading, at_sample=look)
-        self.sampler.start()
+        if pid := self.running.pid:
+            loading = [each.pid or pid for each in self.ranks] if self._spec.is_load else []
+            look = self.stacks.look if self.stacks else None
+            members = self.running.members
+            self.sampler = Sampler(pid, members, self.cgroup, loading=loading, at_sample=look)
+            self.sampler.start()
 
     def wait(self) -> None:
         """Return when the cell has ended, or a server is ready; kill it at its time-out, or if it thrashes."""
-        spec, timeout_s = self._spec, self._spec.settings.timeout_s
+        spec, seen, timeout_s = self._spec, self.seen, self._spec.settings.timeout_s
         deadline = time.monotonic() + (timeout_s or math.inf)
         pause_s = _PAUSE_S if spec.readiness else 0.2  # between two looks at a cell that runs
         ends_s = math.inf  # when the rest is killed, of which nothing is expected any more
@@ -302,21 +314,26 @@ class Watch:
             if self.listener.error:
                 raise self.listener.error
             if has_ended or self.server_ready_ns:
-                return
+                break
             now_s = time.monotonic()
             if self._reference and now_s >= self._test_s:
-                self.stopped = self._thrashes(self._reference)
-            if not self.stopped and now_s >= deadline:
-                self.stopped = Stopped(time.monotonic_ns() - self._started_ns, timeout_s)
-                self._stalled = spec.disk.stalled() if spec.disk else ""
-            if self.stopped or now_s >= ends_s:
-                self._kill()
-                return
-            if self._failed_ranks or all(each.is_done for each in self.ranks):
-                ends_s = min(ends_s, now_s + (_RANKS_END_S if self._failed_ranks else _PATIENCE_S))
+                seen.stopped = self._thrashes(self._reference)
+            if not seen.stopped and now_s >= deadline:
+                seen.stopped = Stopped(time.monotonic_ns() - self.started_ns, timeout_s)
+                seen.stalled = spec.disk.stalled() if spec.disk else ""
+            if seen.stopped or now_s >= ends_s:
+                self.running.kill()
+                self.release()
+                self._freeze()
+                if one := self.sampler or self.cgroup:
+                    one.raise_limit()  # so that a process that thrashes can exit
+                break
+            if seen.failed_ranks or all(each.is_done for each in self.ranks):
+                ends_s = min(ends_s, now_s + (_RANKS_END_S if seen.failed_ranks else _PATIENCE_S))
             if spec.readiness and self.sampler and self.sampler.oom_kills:
                 deadline = min(deadline, now_s + _AFTER_KILL_S) if ends_s == math.inf else deadline
                 ends_s = deadline
+        self.ended_ns = self.server_ready_ns or time.monotonic_ns()
 
     def _thrashes(self, reference: verdict.Reference) -> Stopped | None:
         start_s, before = time.monotonic(), self.at_baseline
@@ -329,21 +346,11 @@ class Watch:
             return None
         return verdict.proof(
             reference,
-            after_ns=time.monotonic_ns() - self._started_ns,
+            after_ns=time.monotonic_ns() - self.started_ns,
             reread_bytes=None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"),
             waited_ns=grown(before.some_ns or 0, now.some_ns),
             is_loading=self.at_ready is None,
         )
-
-    def _kill(self) -> None:
-        """Kill the cell, read the peak, and lift the limit so that a thrashing process can exit."""
-        self.running.kill()
-        self.release()
-        self._freeze()
-        if self.sampler:
-            self.sampler.raise_limit()
-        elif self.cgroup:
-            self.cgroup.raise_limit()
 
     def release(self) -> None:
         """Close the disk: a process that waits for an unanswered read cannot be killed."""
@@ -365,38 +372,38 @@ class Watch:
         return self.cgroup is not None and self.cgroup.reset_peak()
 
     @property
+    def others(self) -> list[Reported]:
+        """What processes have reported that are not ranks, or of a command, not the main process."""
+        every = self.listener.by_process.values()
+        return [each for each in every if not any(each is rank for rank in self.ranks)]
+
+    @property
     def server_ready_ns(self) -> int | None:
         return self._spec.readiness.ready_ns if self._spec.readiness else None
 
-    @property
-    def _failed_ranks(self) -> dict[int, Exit]:
-        return {rank: each for rank, each in [*self.exits.items()] if not self.ranks[rank].is_done}
-
     # What the cell reports ------------------------------------------------------------------------
 
-    def _take(self, reported: Reported, message: listener.Message) -> None:
+    def _take(self, reported: Reported, message: Message) -> None:
         is_rank, is_alone = any(reported is each for each in self.ranks), len(self.ranks) == 1
-        of_any = isinstance(message, listener.Begin | listener.End)
-        of_load = self._spec.is_load and (is_rank or isinstance(message, listener.Ended))
-        if not of_any and not of_load:
+        of_load = self._spec.is_load and (is_rank or isinstance(message, Ended))
+        if not of_load and not isinstance(message, Begin | End):
             return  # a command reports phases alone, and a strategy's own process may say anything
         with self._reading:
             match message:
-                case listener.Begin():
+                case Begin():
                     now = self._counters() if reported.is_main else Counters()
                     resets = not reported.is_main or self._reset_mark() or not self.cgroup
                     reported.begin(message, now, resets_group=resets)
-                case listener.End():
+                case End():
                     reported.end(message, self._counters() if reported.is_main else Counters())
                 case Phase() if is_alone:
                     reported.add(message, self._counters(), resets_group=self._reset_mark())
                 case Phase():  # ranks share a cgroup, so its figures are of no single phase
                     usage = Counters(usage_bytes=self._counters().usage_bytes)
                     reported.add(message, usage, resets_group=False)
-                case listener.Ended():
-                    if 0 <= message.rank < len(self.ranks):
-                        self.ranks[message.rank].stderr_tail = message.stderr_tail
-                        self.exits[message.rank] = Exit(message.code, message.signal)
+                case Ended() if message.rank < len(self.ranks):
+                    self.ranks[message.rank].stderr_tail = message.stderr_tail
+                    self.seen.exits[message.rank] = Exit(message.code, message.signal)
                 case Told() if message.baseline:
                     if not reported.told.baseline:
                         self._take_baseline(reported, message)
@@ -422,32 +429,26 @@ class Watch:
             assert each.told.baseline
             charge_bytes = self.at_baseline.usage_bytes
             each.told.baseline = replace(each.told.baseline, cgroup_bytes=charge_bytes)
-        self._watch_driver()
+        if "gpu" in (told := self.ranks[0].told).environment:
+            source = "NVML, this process"
+            try:
+                self._driver = DriverMemory(told.environment.get("gpu_uuid"), self.running.pid)
+                told.environment["gpu_driver"] = self._driver.driver_version
+            except NvmlUnavailable as reason:
+                source = "cudaMemGetInfo"
+                whose = "the GPU memory that the driver reports is that of all processes on the GPU"
+                told.notes.append(f"{whose}: {reason}")
+            told.environment["cuda_driver_source"] = source
         if len(self.ranks) > 1:
             self._start_sampling()
         if self._reset_mark():
             self.peak_bytes = None
 
-    def _watch_driver(self) -> None:
-        """Sample the worker's GPU memory with NVML; record whether NVML or CUDA gives the figure."""
-        told, source = self.ranks[0].told, "NVML, this process"
-        if "gpu" not in told.environment:
-            return
-        try:
-            self._driver = DriverMemory(told.environment.get("gpu_uuid"), self.running.pid)
-            told.environment["gpu_driver"] = self._driver.driver_version
-        except NvmlUnavailable as reason:
-            source = "cudaMemGetInfo"
-            whose = "the GPU memory that the driver reports is that of all processes on the GPU"
-            told.notes.append(f"{whose}: {reason}")
-        told.environment["cuda_driver_source"] = source
-
     # The end of the cell --------------------------------------------------------------------------
 
     def end(self) -> None:
         """Stop a server, wait for the end of the cell, and read its last figures."""
-        running, spec = self.running, self._spec
-        is_server_ready = self.server_ready_ns is not None
+        running, spec, is_server_ready = self.running, self._spec, self.server_ready_ns is not None
         if is_server_ready:
             if self.sampler:
                 self.sampler.stop()
@@ -457,9 +458,10 @@ class Watch:
         has_ended = running.wait(_PATIENCE_S)  # else it is in an uninterruptible sleep
         if spec.readiness:
             spec.readiness.end()
+            self.seen.ready = self.server_ready_ns is not None
         if not self._is_frozen:
             self.at_end = self._counters()
-        if not self.stopped and not spec.is_load:
+        if not self.seen.stopped and not spec.is_load:
             self.ended_rest = end_rest(running, spec.settings.grace_s)
         self.all_ended = not running.members()
         now = self._counters()  # what ran on after the first process may have grown, or been killed
@@ -467,7 +469,7 @@ class Watch:
             oom_kills = largest((self.at_end.oom_kills, now.oom_kills))
             self.at_end = replace(self.at_end, oom_kills=oom_kills)
         if has_ended:
-            self._ended = running.reap()
+            self.seen.ended = running.reap()
         self.listener.close()  # takes the last messages
         if self.sampler:
             self.sampler.stop()
@@ -493,49 +495,41 @@ class Watch:
             self._log = None
 
     def evidence(self) -> Evidence:
-        """Return what is known about the end of the cell."""
-        running, spec, server = self.running, self._spec, self._spec.readiness
-        oom_kills, escape = self.at_end.oom_kills, ""
+        """Return what is known about the cell, of which the end is now known, too."""
+        seen, running, spec = self.seen, self.running, self._spec
+        seen.oom_kills = self.at_end.oom_kills
+        seen.peak_bytes = largest((self.peak_bytes, self.at_end.peak_bytes))
         if self.sampler:
-            oom_kills, escape = largest((oom_kills, self.sampler.oom_kills)), self.sampler.escape
-            table = self.sampler.table
+            seen.oom_kills = largest((seen.oom_kills, self.sampler.oom_kills))
+            seen.escape, table = self.sampler.escape, self.sampler.table
             self.processes = table.processes()
-            if not escape and self.cgroup and is_beyond(table.most_anon_bytes, self.peak_bytes):
+            if (
+                not seen.escape
+                and self.cgroup
+                and is_beyond(table.most_anon_bytes, self.peak_bytes)
+            ):
                 whose = "its" if spec.is_load else "the command's"
-                escape = (
+                seen.escape = (
                     f"a process had {format_bytes(table.most_anon_bytes)} of anonymous memory, and"
                     f" {whose} cgroup never more than {format_bytes(self.peak_bytes or 0)}"
                 )
 
         def limit_of(kill: Kill) -> int | None:
-            around = (size for size, group in self._limits if f"{group}".endswith(kill.limit_of))
+            around = (size for size, group in seen.limits if f"{group}".endswith(kill.limit_of))
             return next(around, None) if kill.limit_of else spec.cell.ram_limit_bytes
 
         pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
         log, self._log = self._log, None  # which is closed there
         kills = kernel_log.kills_since(log, running.cgroup, running.pid or 0, pids, self._home)
-        kills = kills and tuple(replace(each, limit_bytes=limit_of(each)) for each in kills)
-        machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
-        if machine_oom_kills == 0:
-            kills = ()
-        elif kills is not None and kernel_log.has_our_pids():
-            machine_oom_kills = len(kills)  # the log names the killed: the others are not ours
-        return Evidence(
-            cell=spec.cell,
-            ended=self._ended,
-            ranks=self.ranks,
-            ends=self._failed_ranks,
-            stopped=self.stopped,
-            oom_kills=oom_kills,
-            machine_oom_kills=machine_oom_kills,
-            kills=kills,
-            peak_bytes=largest((self.peak_bytes, self.at_end.peak_bytes)),
-            limits=self._limits,
-            ready=server.ready_ns is not None if server else None,
-            escape=escape,
-            stalled=self._stalled,
-            stderr_tail=spec.printed.text if spec.printed else b"",
-        )
+        seen.kills = kills and tuple(replace(each, limit_bytes=limit_of(each)) for each in kills)
+        seen.machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
+        if seen.machine_oom_kills == 0:
+            seen.kills = ()
+        elif seen.kills is not None and kernel_log.has_our_pids():
+            seen.machine_oom_kills = len(
+                seen.kills
+            )  # the log names the killed: the others are not ours
+        return seen
 
 
 def end_rest(running: Running, grace_s: float) -> tuple[str, ...]:
@@ -554,12 +548,12 @@ def end_rest(running: Running, grace_s: float) -> tuple[str, ...]:
         return left
 
     for pid in rest(0.3):  # a command's short children end by themselves in this time
-        name = ""
+        name = f"process {pid}"
         with suppress(OSError):
-            name = one_line(command_of(pid), _COMMAND_LENGTH)
+            name = one_line(command_of(pid), _COMMAND_LENGTH) or name
         try:
             signal_each([pid], signal.SIGTERM)
-            names.append(name or f"process {pid}")
+            names.append(name)
         except PermissionError:
             spared.add(pid)
     if rest(grace_s) or len(spared) > 1:

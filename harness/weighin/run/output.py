@@ -4,7 +4,6 @@ The command writes to a pseudo-terminal if this process writes to a terminal, be
 differently to a pipe. weighin passes the output on before it searches the output for patterns.
 """
 
-import contextlib
 import fcntl
 import os
 import re
@@ -14,26 +13,22 @@ import threading
 import time
 import tty
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Final
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from typing import Any, Final
 from urllib.parse import urlsplit
 
-from weighin.cell import Cell
 from weighin.child_process import ready, write
 from weighin.errors import ConfigError
 from weighin.isolation.base import Streams
 from weighin.result import Mark
-from weighin.settings.definition import Settings
 from weighin.text import one_line
 
-MOST_MARKS: Final = 1000
-"""The most marks (output lines that match a pattern) that a record keeps: the newest ones."""
-
+STANDARD: Final = (1, 2)
+_MOST_MARKS: Final = 1000  # (output lines that match a pattern) of a record: the newest ones
 _TEXT_LENGTH: Final = 160
 _SILENCE_S: Final = 0.2  # after the command's end, because another process may keep its output open
 _PROMPT_S: Final = 0.05  # a line without a line end for this time is a prompt
-_STANDARD: Final = (1, 2)
 _NO_SIZE: Final = bytes(8)  # room for rows, columns, and the size in pixels: struct winsize
 _LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
 _PATIENCE_S: Final = 0.1  # for one search
@@ -42,28 +37,11 @@ _NO_SERVER: Final = 500  # a server that is not ready answers with this HTTP sta
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
 
-class Pattern:
-    def __init__(self, text: str) -> None:
-        import regex  # takes 0.02 s
-
-        self._pattern = regex.compile(text)
-        self.given_up = 0
-        """How many lines were not searched to the end, because that took too long."""
-
-    def search(self, line: str) -> bool:
-        try:
-            return self._pattern.search(line, timeout=_PATIENCE_S) is not None
-        except TimeoutError:
-            self.given_up += 1
-            return False
-
-
 class _Channel:
     """A pipe or a pseudo-terminal from the command to the descriptor ``target``."""
 
     def __init__(self, target: int) -> None:
-        self.target = target
-        self.is_terminal = os.isatty(target)
+        self.target, self.is_terminal = target, os.isatty(target)
         if self.is_terminal:
             self.source, self.command_end = os.openpty()
             tty.setraw(self.command_end)  # the real terminal already converts line ends
@@ -76,7 +54,7 @@ class _Channel:
         """Give the pseudo-terminal the real terminal's size; return whether this changes its size."""
         if not self.is_terminal or self.source not in self._open:
             return False
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, _NO_SIZE)
             if size != fcntl.ioctl(self.source, termios.TIOCGWINSZ, _NO_SIZE):
                 fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
@@ -104,21 +82,23 @@ class Relay:
         ready: str = "",
         at_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._noted: deque[Mark] = deque(maxlen=MOST_MARKS)
-        self.number_of_marks = 0
-        self._ready = Pattern(ready) if ready else None
-        self._patterns = [*map(Pattern, marks), *([self._ready] if self._ready else [])]
-        self._at_ready = at_ready
-        self._lock = threading.Lock()
-        self._ends = threading.Event()
+        self._noted: deque[Mark] = deque(maxlen=_MOST_MARKS)
+        self.number_of_marks = self.given_up = 0  # lines whose search took too long
+        self._patterns: list[Any] = []
+        if patterns := [*marks, *([ready] if ready else [])]:
+            import regex  # takes 0.02 s
+
+            self._patterns = [*map(regex.compile, patterns)]
+        self._ready, self._at_ready = self._patterns[-1] if ready else None, at_ready
+        self._lock, self._ends = threading.Lock(), threading.Event()
         self._channels: list[_Channel] = []
         ends = [
             self._open(target) if self._patterns else None if target == its_own else target
-            for target, its_own in zip(targets, _STANDARD, strict=True)
+            for target, its_own in zip(targets, STANDARD, strict=True)
         ]
         self.streams = Streams(stdout=ends[0], stderr=ends[1])
         self._threads: list[threading.Thread] = []
-        self._resizing = contextlib.ExitStack()
+        self._resizing = ExitStack()
 
     def _open(self, target: int) -> int | None:
         """Return the descriptor with which the command writes to ``target``, one for both if output and errors are
@@ -141,11 +121,9 @@ class Relay:
             self._resizing.callback(signal.signal, signal.SIGWINCH, before)
         for channel in self._channels:
             channel.close(channel.command_end)
-            thread = threading.Thread(
-                target=self._relay, args=[channel], name="output", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+            relaying = threading.Thread(target=self._relay, args=[channel], daemon=True)
+            self._threads.append(relaying)
+            relaying.start()
 
     def _resize(self, *_: object) -> None:
         if [channel for channel in self._channels if channel.resize()]:
@@ -165,10 +143,6 @@ class Relay:
             channel.close()
 
     @property
-    def given_up(self) -> int:
-        return sum(each.given_up for each in self._patterns)
-
-    @property
     def marks(self) -> tuple[Mark, ...]:
         return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))
 
@@ -182,7 +156,7 @@ class Relay:
                     break
                 continue
             data = b""
-            with contextlib.suppress(OSError):  # no process has the pseudo-terminal open any more
+            with suppress(OSError):  # no process has the pseudo-terminal open any more
                 data = os.read(channel.source, 64 * 1024)  # the capacity of a pipe
             if not data or not write(channel.target, data):
                 break  # if the target has no reader, the command's next write must fail as well
@@ -200,16 +174,23 @@ class Relay:
     def _note(self, lines: str, first_ns: int, rest_ns: int) -> None:
         """Search complete lines, of which the first one ended at ``first_ns``, the others later."""
         for number, line in enumerate(lines.split("\n")):
-            if line and any(each.search(line) for each in self._patterns):
+            if line and any(self._finds(each, line) for each in self._patterns):
                 t_ns = rest_ns if number else first_ns
                 with self._lock:
                     self._noted.append(Mark(t_ns, one_line(line, _TEXT_LENGTH)))
                     self.number_of_marks += 1
                 self._look_if_ready(line)
 
+    def _finds(self, pattern: Any, line: str) -> bool:
+        try:
+            return pattern.search(line, timeout=_PATIENCE_S) is not None
+        except TimeoutError:
+            self.given_up += 1
+            return False
+
     def _look_if_ready(self, line: str) -> None:
         with self._lock:
-            if not self._ready or not self._ready.search(line):
+            if not self._ready or not self._finds(self._ready, line):
                 return
             self._ready = None
         self._at_ready()
@@ -221,61 +202,44 @@ def _plain(output: bytes) -> str:
     return _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
-@contextlib.contextmanager
-def relaying(settings: Settings, cell: Cell, at_ready: Callable[[], None]) -> Iterator[Relay]:
-    """Yield the relay of a cell's command. A search for the smallest limit hides the output under a limit."""
-    with Path(os.devnull).open("r+b", buffering=0) as nothing:
-        in_search = settings.within is not None
-        is_hidden = in_search and cell.ram_limit_bytes is not None
-        targets = [nothing.fileno()] * 2 if is_hidden else _STANDARD
-        relay = Relay(targets, settings.command(cell.strategy).marks, settings.ready, at_ready)
-        if in_search:
-            relay.streams = relay.streams._replace(stdin=nothing.fileno())
-        try:
-            yield relay
-        finally:
-            relay.close()
-
-
 class Readiness:
-    """Learns when one command, a server, is ready: prints a line (--ready) or answers (--ready-url). Any thread may
-    then call ``now``, which notes the time and reads the command's figures once.
+    """Learns when one command, a server, is ready: prints a line (--ready) or answers at ``url``. Any thread may then
+    call ``now``, which notes the time and reads the command's figures once.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, url: str) -> None:
         self.ready_ns: int | None = None
-        self._url = settings.ready_url
+        self._url = url
         self._at_ready: Callable[[], None] = lambda: None
-        self._lock = threading.Lock()
-        self._given_up = threading.Event()
+        self._lock, self._is_over = threading.Lock(), threading.Event()
         self._asking: threading.Thread | None = None
-        if settings.ready_url and answers(settings.ready_url):
+        if url and answers(url):
             raise ConfigError(
-                f"a server answers at {settings.ready_url} before the command starts",
+                f"a server answers at {url} before the command starts",
                 "stop that server, or start the command on another port and write that port into"
                 " --ready-url",
             )
 
     def now(self) -> None:
         with self._lock:
-            if self.ready_ns is None and not self._given_up.is_set():
+            if self.ready_ns is None and not self._is_over.is_set():
                 self.ready_ns = time.monotonic_ns()
                 self._at_ready()
 
     def begin(self, at_ready: Callable[[], None]) -> None:
-        """Send requests to --ready-url, if given; ``at_ready`` is called when the server is ready."""
+        """Send requests to the URL, if given; ``at_ready`` is called when the server is ready."""
         self._at_ready = at_ready
         if self._url:
-            self._asking = threading.Thread(target=self._ask, name="ready", daemon=True)
+            self._asking = threading.Thread(target=self._ask, daemon=True)
             self._asking.start()
 
     def end(self) -> None:
-        self._given_up.set()
+        self._is_over.set()
         if self._asking:
             self._asking.join()
 
     def _ask(self) -> None:
-        while not self._given_up.wait(0.05):  # between two requests to --ready-url
+        while not self._is_over.wait(0.05):  # between two requests
             if answers(self._url):
                 self.now()
                 return
@@ -288,7 +252,7 @@ def answers(url: str) -> bool:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER_S)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    with contextlib.closing(connection):
+    with closing(connection):
         try:
             connection.request("GET", path)
             return connection.getresponse().status < _NO_SERVER

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +38,20 @@ from weighin.run.measure import Measured
 from weighin.units import format_bytes
 
 Following = Callable[[Sequence[Result]], Planned | None]
-"""A function that gets the run's results so far and returns the next cell; None ends the run."""
+"""Gets the run's results so far, and returns the next cell; None ends the run."""
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
     """Run, in the plan's order, each cell that has no record, or the cells that ``following`` chooses; return all
     results. An error inside a cell becomes its outcome.
     """
-    with only_writer(task.folder), discarding(task), interrupts.stoppable():
-        return _run(task, progress, following)
-
-
-@contextmanager
-def discarding(task: Run) -> Iterator[None]:
-    """Remove the folder of a new run if the ``with`` block fails before the run's first record."""
-    try:
-        yield
-    except HarnessError:  # also after Ctrl-C: a run without a record has nothing to resume
-        if task.is_new:
-            run_folder.discard_unmeasured(task.folder)
-        raise
-
-
-def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
-    results = task.begin()
-    with ExitStack() as until_end:
+    with (
+        only_writer(task.folder),
+        discarding(task),
+        interrupts.stoppable(),
+        ExitStack() as until_end,
+    ):
+        results = task.begin()
         if task.settings.storage:
             until_end.enter_context(staging.used(task.settings.storage))
         task.isolation.check()
@@ -75,16 +65,11 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
             lines = task.isolation.remove_stale() + loads.remove_leftovers()
         for line in lines:
             progress.preparing(f"removed a leftover of a killed run: {line}", None)
-        needed: Sequence[Planned] = task.planned
-        if following:
-            cells = iter(partial(following, results), None)
-        else:
-            todo = {cell.id for cell in run_folder.pending([p.cell for p in task.planned], results)}
-            needed = [planned for planned in task.planned if planned.cell.id in todo]
-            cells = iter(needed)
+        todo = {cell.id for cell in run_folder.pending([p.cell for p in task.planned], results)}
+        needed = [planned for planned in task.planned if following or planned.cell.id in todo]
         take: Callable[[Planned, dict[str, Any]], Measured] | None = None
         known_environment: dict[str, Any] = {}
-        for planned in cells:
+        for planned in iter(partial(following, results), None) if following else needed:
             interrupts.check()
             if take is None and any(not each.skip for each in needed):
                 select.check_limits_around(task.isolation, [each.cell for each in needed])
@@ -106,6 +91,17 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
                     progress.finished(result)
                     replace(measured, result=result).finish(task.folder)
         return list(results)
+
+
+@contextmanager
+def discarding(task: Run) -> Iterator[None]:
+    """Remove the folder of a new run if the ``with`` block fails before the run's first record."""
+    try:
+        yield
+    except HarnessError:  # also after Ctrl-C: a run without a record has nothing to resume
+        if task.is_new:
+            run_folder.discard_unmeasured(task.folder)
+        raise
 
 
 def search(task: Run, progress: Progress) -> list[Result]:
@@ -138,9 +134,11 @@ def said(planned: Planned, results: Sequence[Result], aim: floor.Aim) -> str:
     search = floor.Floor(planned.cell, results, aim)
     if search.stop:
         return f"no floor for {planned.cell.strategy}: {search.stop}"
-    failing, working = search.failing_bytes, search.working_bytes
-    words = [] if failing is None else [f"above {format_bytes(failing)}"]
-    words += [] if working is None else [f"at most {format_bytes(working)}"]
+    failing, working, words = search.failing_bytes, search.working_bytes, list[str]()
+    if failing is not None:
+        words.append(f"above {format_bytes(failing)}")
+    if working is not None:
+        words.append(f"at most {format_bytes(working)}")
     if working is not None and failing is not None:
         words.append(f"{format_bytes(working - failing)} apart, passed {search.oks} times")
     return f"floor of {planned.cell.strategy}: {', '.join(words) or 'not known yet'}"
@@ -211,11 +209,11 @@ def _is_taken(lock: socket.socket) -> bool:
 def only_writer(folder: Path) -> Iterator[None]:
     """Lock a run's plan, so that two processes do not run the same cells."""
     try:
-        locked = os.open(folder / "plan.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        locked = os.open(folder / run_folder.PLAN, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:  # nobody can resume a run without a plan
         yield
         return
-    try:
+    with FileIO(locked):
         if not try_lock(locked):
             raise HarnessError(
                 f"another process runs the plan in {folder}",
@@ -223,5 +221,3 @@ def only_writer(folder: Path) -> Iterator[None]:
                 exit_code=4,
             )
         yield
-    finally:
-        os.close(locked)
