@@ -23,6 +23,7 @@ from msgspec import Struct, ValidationError, convert
 from weighin.files import parse_json
 from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, SOCKET, address, read_figures
 from weighin.probes.cgroup import Counters, grown, start_time
+from weighin.records.metrics import largest
 from weighin.result import Memory, Outcome, Phase, Written, phases_of
 from weighin.text import one_line
 from weighin.worker.phases import named_by_strategy
@@ -133,7 +134,7 @@ class _Open:
 
     begun: Begin
     before: Counters
-    start_ns: int
+    last: End  # reading of its process
     peak_rss_bytes: int = 0
     peak_cgroup_bytes: int | None = None
 
@@ -156,8 +157,7 @@ class Reported:
     before: Counters = field(default_factory=Counters)  # at the end of a worker's last phase
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
-    _open: dict[int, _Open] = field(default_factory=dict)
-    _last: End | None = None  # the last reading of a program
+    open: dict[int, _Open] = field(default_factory=dict)  # a program's phases, by number
     _resets_group: bool = True
 
     @property
@@ -174,10 +174,6 @@ class Reported:
     @property
     def is_done(self) -> bool:
         return self.told.marks_ns is not None
-
-    @property
-    def is_in_phase(self) -> bool:
-        return bool(self._open)
 
     @property
     def load_phases(self) -> Sequence[Phase]:
@@ -230,76 +226,67 @@ class Reported:
                 "has phases without a cgroup peak, because the cgroup's peak could not be reset (cgroup"
                 " v2 needs Linux 6.12 for it)"
             )
-        self._raise(begun.peak_rss_bytes, now)
-        if before := self._open.pop(begun.id, None):  # a phase from before the process called exec
+        if before := self.open.pop(begun.id, None):  # a phase from before the process called exec
             self._close(before, now)
+        self._read(begun, now)
         was, begun.name = one_line(begun.name, 2 * _LONGEST_NAME), _cleaned(begun.name)
         if begun.name != was and len(self.told.notes) < _MOST_RENAMED:
             self.note(
                 f"has a phase {was!r} that is recorded as {begun.name!r}: a name has at most 64 letters,"
                 " digits, spaces and _ . + / ( ) -, and is not that of one of weighin's own phases"
             )
-        begun.memory = replace(begun.memory, cgroup_bytes=now.usage_bytes)
         begun.t_ns = time.monotonic_ns()
-        self._open[begun.id] = _Open(begun, now, begun.t_ns)
-        self._last = begun
+        self.open[begun.id] = _Open(begun, now, last=begun)
 
     def end(self, ended: End, now: Counters) -> None:
         """End a program's phase; the end of one that has not begun has no effect."""
-        self._raise(ended.peak_rss_bytes, now)
-        if one := self._open.pop(ended.id, None):
-            # Its time may be invalid.
-            ended.t_ns = min(max(one.start_ns, ended.t_ns), time.monotonic_ns())
-            ended.memory = replace(ended.memory, cgroup_bytes=now.usage_bytes)
-            self._last = ended
+        self._read(ended, now)
+        if one := self.open.pop(ended.id, None):
             self._close(one, now)
 
-    def _raise(self, peak_rss_bytes: int, now: Counters) -> None:
-        self.highest_rss_bytes = max(self.highest_rss_bytes, peak_rss_bytes)
-        for phase in self._open.values():
-            phase.peak_rss_bytes = max(phase.peak_rss_bytes, peak_rss_bytes)
-            if now.peak_bytes is not None:
-                phase.peak_cgroup_bytes = max(phase.peak_cgroup_bytes or 0, now.peak_bytes)
-
-    def sample(self, now: Callable[[], Counters]) -> None:
+    def sample(self, counters: Callable[[], Counters]) -> None:
         """Read the figures of a process in a phase, in which it may die."""
-        if not self._open:
-            return
         try:
             read = read_figures(self.pid)
         except (OSError, KeyError):  # it has ended; a zombie has no memory
-            self.close(now())
+            self.close(counters)
             return
-        memory = Memory(**read["memory"])
-        self._last = End(0, time.monotonic_ns(), read["faults"], read["peak_rss_bytes"], memory)
-        self._raise(read["peak_rss_bytes"], Counters())
+        memory, peak_bytes = Memory(**read["memory"]), read["peak_rss_bytes"]
+        self._read(End(0, time.monotonic_ns(), read["faults"], peak_bytes, memory), Counters())
 
-    def close(self, now: Counters) -> None:
-        if self._open:
-            self.died_in = list(self._open.values())[-1].begun.name
+    def close(self, counters: Callable[[], Counters]) -> None:
+        """End the phases of a process that has ended."""
+        if self.open:
+            now, self.died_in = counters(), [*self.open.values()][-1].begun.name
             self.note(
                 f"ended inside its phase {self.died_in!r}, whose peak RSS is therefore sampled"
             )
-            self._raise(0, now)
-        while self._open:
-            self._close(self._open.popitem()[1], now)
+            while self.open:
+                self._close(self.open.popitem()[1], now)
+
+    def _read(self, reading: End, now: Counters) -> None:
+        self.highest_rss_bytes = max(self.highest_rss_bytes, reading.peak_rss_bytes)
+        reading.memory = replace(reading.memory, cgroup_bytes=now.usage_bytes)
+        for phase in self.open.values():
+            phase.last = reading
+            phase.peak_rss_bytes = max(phase.peak_rss_bytes, reading.peak_rss_bytes)
+            phase.peak_cgroup_bytes = largest((phase.peak_cgroup_bytes, now.peak_bytes))
 
     def _close(self, one: _Open, now: Counters) -> None:
         """Add a program's phase as it was read last; after 1000 phases, only in the place of the highest of
         its name, if its own peak RSS is higher.
         """
-        begun, last = one.begun, self._last
-        if last is None or last.t_ns < one.start_ns:
-            last = begun
+        begun, last = one.begun, one.last
+        peak_cgroup_bytes = largest((one.peak_cgroup_bytes, now.peak_bytes))
         phase = Phase(
             name=begun.name,
-            start_ns=one.start_ns,
-            end_ns=last.t_ns,
+            start_ns=begun.t_ns,
+            end_ns=min(max(begun.t_ns, last.t_ns), time.monotonic_ns()),  # its time may be invalid
             peak_rss_bytes=one.peak_rss_bytes or last.memory.rss_bytes,
             end=replace(last.memory, cgroup_bytes=last.memory.cgroup_bytes or now.usage_bytes),
             minor_faults=max(0, last.faults[0] - begun.faults[0]),  # the process sent both
             major_faults=max(0, last.faults[1] - begun.faults[1]),
-            peak_cgroup_bytes=one.peak_cgroup_bytes if self._resets_group else None,
+            peak_cgroup_bytes=peak_cgroup_bytes if self._resets_group else None,
             workingset_refault_file=grown(one.before.refaults, now.refaults),
         )
         if len(self._phases) < _MOST_PHASES:
@@ -378,8 +365,7 @@ class Listener:
             self._wake.send(b"\0")
             self._thread.join()
         for reported in self.by_process.values():
-            is_open = reported.is_in_phase and reported.is_main
-            reported.close(self._counters() if is_open else Counters())
+            reported.close(self._counters if reported.is_main else Counters)
         for each in (*self._connections, self._server, self._woken, self._wake):
             each.close()
         self._selector.close()
@@ -390,8 +376,9 @@ class Listener:
         deadline: float | None = None
         try:
             while deadline is None or time.monotonic() < deadline:
-                in_phase = any(reported.is_in_phase for reported in self.by_process.values())
-                wait_s = _INTERVAL_S if in_phase else None
+                wait_s = (
+                    _INTERVAL_S if any(each.open for each in self.by_process.values()) else None
+                )
                 ready = self._selector.select(wait_s if deadline is None else 0)
                 if deadline and not ready:
                     return
@@ -401,8 +388,9 @@ class Listener:
                     else:  # woken
                         self._selector.unregister(self._woken)
                         deadline = time.monotonic() + _DRAIN_S
-                for reported in self.by_process.values():
-                    reported.sample(self._counters if reported.is_main else Counters)
+                for each in self.by_process.values():
+                    if each.open:
+                        each.sample(self._counters if each.is_main else Counters)
         except BaseException as error:  # the main thread raises it
             self.error = error
 
