@@ -19,7 +19,7 @@ from weighin.records.verdict import Reference
 from weighin.result import Faults, Outcome, Peaks, Result
 from weighin.run import measure as watch
 from weighin.run.commands import CommandSpec
-from weighin.run.measure import Measured, measure, remove_leftovers
+from weighin.run.measure import Measured, measure
 from weighin.units import MIB
 
 
@@ -169,10 +169,10 @@ def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(take: T
     assert measured.trouble is trouble
 
 
-def test_folders_of_killed_runs_are_removed(temporary: Path) -> None:
+def test_folders_of_killed_runs_are_removed(take: Take, temporary: Path) -> None:
     for name in ("weighin-run-1", "another"):
         (temporary / name).mkdir()
-    assert remove_leftovers() == [f"folder {temporary}/weighin-run-1"]
+    take("exit 0")
     assert [path.name for path in temporary.iterdir()] == ["another"]
 
 

@@ -26,8 +26,8 @@ from weighin.isolation.base import Isolation
 from weighin.probes import environment, gpu_memory, page_cache
 from weighin.probes.cgroup import Cgroup, memory_hierarchy, pressure_hierarchy
 from weighin.result import Outcome
-from weighin.run.loads import LoadSpec
-from weighin.run.measure import measure, remove_leftovers
+from weighin.run.loads import LoadSpec, remove_leftovers
+from weighin.run.measure import PREFIX, measure
 from weighin.show.table import Column, Entry, Table
 from weighin.slow_disk import Pace
 from weighin.suite.registry import model, read_strategy
@@ -72,7 +72,8 @@ def examine(say: Callable[[str], None]) -> Examination:
     step.
     """
     limits = [row for name in select.NAMES for row in _isolation(select.named(name), say)]
-    left = remove_leftovers() + slow_disk.remove_stale(staging.slow_disks())
+    folders = staging.remove_orphans(Path(tempfile.gettempdir()), PREFIX)  # of killed runs
+    left = [f"folder {folder}" for folder in folders] + remove_leftovers()
     say(f"reading directly from a disk of {_PACE}")
     disk = _tried("slow disks (--disk, disk_latency)", _slow_disk)
     return Examination((*map(_removed, left), *limits, disk, *_figures(), *_machine()))

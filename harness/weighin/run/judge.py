@@ -33,7 +33,7 @@ _Judged = tuple[Outcome, str]
 
 @dataclass(slots=True)
 class Evidence:
-    """What weighin knows about a cell, complete when it has ended; a figure that was not measured is None."""
+    """What weighin knows about a cell; None: not measured."""
 
     cell: Cell
     ended: Exit = _RUNNING
@@ -89,15 +89,15 @@ def judge(end: Evidence) -> _Judged:
     """
     is_load = end.cell.operation != "command"
     outcome, why = _of_load(end) if is_load else _of_command(end)
-    if end.escape and is_load:
-        because = f"{end.escape}, so its figures and its limit are not valid"
-        outcome, why = void(outcome, why, Outcome.STRATEGY_FAILED, because)
-    elif end.escape:
-        because = (
-            f"{end.escape}, so the figures are of a part of it and its limit is not valid"
-            " (--isolation process measures all processes)"
+    if end.escape:
+        now, because = (
+            Outcome.STRATEGY_FAILED,
+            f"{end.escape}, so its figures and its limit are not valid",
         )
-        outcome, why = void(outcome, why, Outcome.MEASUREMENT_FAILED, because)
+        if not is_load:
+            now = Outcome.MEASUREMENT_FAILED
+            because += " (--isolation process measures all processes)"
+        outcome, why = void(outcome, why, now, because)
     return void(outcome, why, *end.changed) if end.changed else (outcome, why)
 
 
@@ -137,14 +137,12 @@ def _of_process(end: Evidence) -> _Judged:
     """Judge the process of a load that has failed: of ranks, the culprit's."""
     reported, oom_kills = end.ranks[end.culprit], end.oom_kills
     ended, told = end.failed_ranks.get(end.culprit, end.ended), reported.told
-    lost, limit = _LOST, ""
     has_limit = end.cell.ram_limit_bytes or end.limits or any(k.limit_of for k in end.kills or ())
-    if oom_kills and end.peak_bytes is not None and has_limit and (other := _other_limit(end)):
-        limit = f": {other}"
-        lost += limit
+    is_known = oom_kills and end.peak_bytes is not None and has_limit
+    limit = f": {other}" if is_known and (other := _other_limit(end)) else ""
     if told.outcome:
         if oom_kills and told.outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED):
-            return Outcome.OOM_KILLED, f"{lost}; then it failed: {told.message}"
+            return Outcome.OOM_KILLED, f"{_LOST}{limit}; then it failed: {told.message}"
         return told.outcome, told.message
     if ended.signal == SIGKILL and oom_kills:
         return Outcome.OOM_KILLED, f"{_BY_KERNEL} {reported.where}{limit}"
@@ -158,7 +156,7 @@ def _of_process(end: Evidence) -> _Judged:
     lines = printed_lines(reported.stderr_tail.encode() if end.failed_ranks else end.printed)
     how += f" {reported.where}" + (f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else "")
     if oom_kills and ended.signal is None and not ended.still_runs:
-        return Outcome.OOM_KILLED, f"{lost}; then it {how}"
+        return Outcome.OOM_KILLED, f"{_LOST}{limit}; then it {how}"
     outcome = Outcome.MEASUREMENT_FAILED
     if told.baseline is not None and not ended.still_runs:
         is_use = reported.current != FORWARD and is_of_use(reported.current or "")

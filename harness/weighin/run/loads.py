@@ -45,6 +45,7 @@ _NOTABLE_BYTES = 2 * MIB  # of child processes, for a warning; a shell takes les
 _LARGEST_SHARE: Final = 0.8  # of the free memory, because more could evict pages of other programs
 _SPARE_BYTES: Final = 64 * MIB  # of a save: headers, indexes, the rounding to file system blocks
 _PROBE_TIMEOUT_S = 120.0
+_SAVING: Final = "saving"  # in the cache's folder
 
 _Key = tuple[str, str, str]
 
@@ -163,22 +164,22 @@ class LoadSpec(Spec):
             "sources_hash": self._sources_hash,
             "warnings": self._warnings(watch),
             "processes": watch.processes,
-            "ranks": tuple(self._rank(watch, each) for each in range(len(ranks)) if len(ranks) > 1),
+            "ranks": tuple(self._ranks(watch)) if len(ranks) > 1 else (),
             "use": _use(watch),
         }
 
-    def _rank(self, watch: Watch, number: int) -> Rank:
-        reported, ended = watch.ranks[number], watch.seen.failed_ranks.get(number)
-        has_samples = watch.rank_samples.get(number)
-        return Rank(
-            phase=reported.current,
-            load_ns=reported.told.load_ns,
-            ready_ns=reported.ready_ns,
-            peak_rss_bytes=largest(each.peak_rss_bytes for each in reported.load_phases),
-            pss_bytes=reported.told.pss_bytes,
-            exit_code=0 if reported.is_done else ended.shell_code if ended else None,
-            samples_path=run_folder.samples_path(self.cell, number) if has_samples else None,
-        )
+    def _ranks(self, watch: Watch) -> Iterator[Rank]:
+        for number, each in enumerate(watch.ranks):
+            ended, has_samples = watch.seen.exits.get(number), watch.rank_samples.get(number)
+            yield Rank(
+                phase=each.current,
+                load_ns=each.told.load_ns,
+                ready_ns=each.ready_ns,
+                peak_rss_bytes=largest(phase.peak_rss_bytes for phase in each.load_phases),
+                pss_bytes=each.told.pss_bytes,
+                exit_code=0 if each.is_done else ended.shell_code if ended else None,
+                samples_path=run_folder.samples_path(self.cell, number) if has_samples else None,
+            )
 
     def _warnings(self, watch: Watch) -> Iterator[str]:
         if len(watch.ranks) > 1 and not watch.running.cgroup:
@@ -188,13 +189,10 @@ class LoadSpec(Spec):
             )
         number, private_bytes = watch.sampler.others if watch.sampler else (0, 0)
         if private_bytes >= _NOTABLE_BYTES and self.cell.use != FORK:
-            ours = [watch.running.pid, *(each.pid for each in watch.ranks)]
-            commands = [each.command for each in watch.processes if each.pid not in ours]
-            names = few(sorted({Path(each.split()[0]).name for each in commands if each}))
-            started = f"{number} process{'es' * (number > 1)}" + (f" ({names})" if names else "")
+            started, size = f"{number} process{'es' * (number > 1)}", format_bytes(private_bytes)
             yield (
                 "peak RSS and anonymous memory are those of the measured process alone; it started"
-                f" {started}, with {format_bytes(private_bytes)} of private memory in all (sampled)"
+                f" {started}, with {size} of private memory in all (sampled)"
             )
 
 
@@ -263,12 +261,10 @@ def _use(watch: Watch) -> Use | None:
 
 
 class Loads:
-    """Measures the loads and saves of a run, whose checkpoints it prepares first."""
+    """Measures the loads and saves of a run; prepares the checkpoints of ``needed``, and tests a worker first."""
 
     def __init__(self, task: Run, needed: Sequence[Planned], progress: Progress) -> None:
-        """Prepare the checkpoints of the cells in ``needed``, and test a worker; raise
-        FormatLimit if no checkpoint can be written, ConfigError if a limit is too small to import torch.
-        """
+        """FormatLimit: no checkpoint can be written. ConfigError: a limit is too small to import torch."""
         self._task, self._progress = task, progress
         self._checkpoints: dict[_Key, cache.Prepared | FormatLimit] = {}
         compile_code()
@@ -324,9 +320,7 @@ class Loads:
         return measured
 
     def _key(self, planned: Planned) -> _Key:
-        """Return the title and the format of the checkpoint that a cell reads, and the load's dtype. A save reads
-        the user's checkpoint, or else a generated one in the format pt.
-        """
+        """Return the model, format and dtype of a cell's checkpoint: of a save, the user's, or a generated pt."""
         cell = planned.cell
         if cell.operation == "load":
             return cell.model.title, cell.format, cell.dtype
@@ -347,9 +341,7 @@ class Loads:
         )
 
     def _python_path(self, cell: Cell) -> tuple[str, ...]:
-        """Return the folders from which a worker imports a cell's builder: none for one of weighin, so that no
-        module of a user can hide one of weighin.
-        """
+        # None for a builder of weighin, so that no module of a user can hide one of weighin.
         is_ours = user_code.is_ours(cell.model.builder)
         return () if is_ours else self._task.settings.python_path
 
@@ -383,16 +375,12 @@ class Loads:
             raise measured.trouble
         result = measured.result
         if not (baseline := result.baseline):
-            if result.outcome is Outcome.TIMEOUT:
-                raise HarnessError(
-                    f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
-                    "end other programs on this machine, and run the command again",
-                )
             if result.message.startswith(BEFORE_LOAD):
                 raise ConfigError(f"nothing can be measured: {result.message}")
             raise HarnessError(
                 f"nothing can be measured under --isolation {isolation.name}: {result.message}",
-                "weighin doctor tests which isolations work on this machine",
+                "weighin doctor tests which isolations work on this machine; after a time-out, end"
+                " other programs",
             )
         limits = {(each.cell.ram_limit_bytes, each.cell.ranks) for each in able}
         for limit, ranks in limits.union(self._task.more_limits):
@@ -408,20 +396,16 @@ class Loads:
 
 
 def compile_code() -> None:
-    """Compile weighin and its strategies: a container cannot write bytecode, so that every load with
-    ``streaming`` would compile for 25 ms, which count to its load time.
-    """
+    """Compile weighin and its strategies, else each load in a container would compile for 25 ms."""
     for folder in (Path(weighin.__file__).parent, data_folder("strategies")):
         compileall.compile_dir(folder, quiet=2)
 
 
 @contextmanager
 def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
-    """Hold fresh memory until the end of the block: ``wanted_bytes``, or less, so that ``spare_bytes`` remain.
-
-    Some virtual machines report a page that was free for 2 s to their host (free page reporting,
-    balloons), whose next allocation takes three times as long. Memory that is held until no report is
-    due, and freed as the load begins, is not reported for 2 s. It changes no figure of memory.
+    """Hold fresh memory in the block: ``wanted_bytes``, or less, so that ``spare_bytes`` remain. Some virtual
+    machines report a page that was free for 2 s to their host, and take three times as long to give it
+    again: not what is held until no report is due, and freed as the load begins.
     """
     free = environment.free_ram_bytes() - spare_bytes
     size = min(wanted_bytes, int(free * _LARGEST_SHARE))
@@ -441,7 +425,7 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
 @contextmanager
 def save_folder(model_bytes: int) -> Iterator[Path]:
     """Create an empty folder in weighin's cache for one save, and remove it after the block."""
-    (root := _saving()).mkdir(parents=True, exist_ok=True)
+    (root := staging.folder() / _SAVING).mkdir(parents=True, exist_ok=True)
     repair = "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..."
     staging.check_space(root, "a save", model_bytes + _SPARE_BYTES, repair)
     with staging.own_folder(root) as folder:
@@ -449,8 +433,9 @@ def save_folder(model_bytes: int) -> Iterator[Path]:
 
 
 def remove_leftovers() -> list[str]:
-    saves = [f"files of a save in {folder}" for folder in staging.remove_orphans(_saving())]
-    return saves + slow_disk.remove_stale(staging.slow_disks())
+    saves = staging.remove_orphans(staging.folder() / _SAVING)
+    disks = slow_disk.remove_stale(staging.slow_disks())
+    return [f"files of a save in {folder}" for folder in saves] + disks
 
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:
@@ -459,7 +444,3 @@ def _state(file: Path) -> tuple[int, int, int, int] | None:
         state = file.stat()
         return state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
     return None
-
-
-def _saving() -> Path:
-    return staging.folder() / "saving"

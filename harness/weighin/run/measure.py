@@ -34,18 +34,7 @@ from weighin.probes.process_table import command_of
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.records import run_folder, verdict
 from weighin.records.metrics import largest
-from weighin.result import (
-    SCHEMA,
-    Cost,
-    Kill,
-    Outcome,
-    Phase,
-    Pressure,
-    Process,
-    Result,
-    Sample,
-    Stopped,
-)  # fmt: skip
+from weighin.result import SCHEMA, Cost, Kill, Outcome, Pressure, Process, Result, Sample, Stopped
 from weighin.run import interrupts
 from weighin.run.judge import Evidence, contradiction, is_beyond, judge, lost, void
 from weighin.run.listener import Begin, End, Ended, Listener, Message, Reported, Told
@@ -56,9 +45,11 @@ from weighin.units import format_bytes
 
 if TYPE_CHECKING:
     from weighin.probes.stacks import StackTaker
+    from weighin.run.commands import CommandSpec
+    from weighin.run.loads import LoadSpec
     from weighin.slow_disk import Mount
 
-_PREFIX: Final = "weighin-run-"  # of the folder for the socket to which the processes report
+PREFIX: Final = "weighin-run-"  # of the folder for the socket to which the processes report
 _PATIENCE_S: Final = 10.0  # from SIGKILL to the end of a process
 _PAUSE_S: Final = 0.01  # while a server, or the end of what outlives a command, is awaited
 _RANKS_END_S: Final = 0.5  # for other ranks to fail after one, so that the first cause is known
@@ -69,8 +60,8 @@ _AFTER_KILL_S: Final = 1.0  # from the kill of a process of a server, which will
 
 
 class Spec:
-    """One cell to measure, and in which a load (or save) and a command differ. Its ``files`` are dropped from
-    the page cache first; ``on_phase`` gets the name of each phase of a load that begins.
+    """One cell to measure: a ``LoadSpec`` or a ``CommandSpec``. Its ``files`` are dropped from the page cache
+    first; ``on_phase`` gets the name of each phase of a load that begins.
     """
 
     named = "the checkpoint"  # the ``files`` in words
@@ -89,23 +80,8 @@ class Spec:
         self.facts: dict[str, Any] = {}  # about the cell's environment, for the record
         self.is_load = cell.operation != "command"  # or a save, or a test's body: in a worker
 
-    def enter(self, opened: ExitStack) -> None:
-        """Prepare what the cell needs while it runs; ``opened`` closes it."""
-
-    def start(self, isolation: Isolation, folder: Path) -> Running:
-        """Start the cell, which must be able to reach the socket in ``folder``."""
-        raise NotImplementedError
-
     def before_load(self) -> None:
         """Do what is to be done when the worker waits for the begin of its load."""
-
-    def finish(self, seen: Evidence) -> list[str]:
-        """Do what is left to do after the cell's end, and complete ``seen``; return warnings."""
-        raise NotImplementedError
-
-    def figures(self, watch: "Watch", outcome: Outcome) -> dict[str, Any]:
-        """Return fields of the result; ``cost`` has the times, ``warnings`` those of the figures."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +110,9 @@ class Measured:
             raise self.trouble
 
 
-def remove_leftovers() -> list[str]:
-    """Remove the temporary folders of killed runs; return one line for each folder."""
-    found = staging.remove_orphans(Path(tempfile.gettempdir()), _PREFIX)
-    return [f"folder {folder}" for folder in found]
-
-
 def measure(
     isolation: Isolation,
-    spec: Spec,
+    spec: "LoadSpec | CommandSpec",
     environment: Mapping[str, Any] | None = None,
     reference: verdict.Reference | None = None,
 ) -> Measured:
@@ -158,7 +128,7 @@ def measure(
     elif cached_bytes:
         left = format_bytes(cached_bytes)
         warnings.append(f"{left} of {spec.named} could not be dropped from the page cache")
-    with staging.own_folder(Path(tempfile.gettempdir()), _PREFIX) as folder, ExitStack() as opened:
+    with staging.own_folder(Path(tempfile.gettempdir()), PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
         watch = Watch(spec, Listener(folder, spec.cell.ranks), reference)
         opened.callback(watch.abandon)
@@ -193,20 +163,22 @@ def measure(
 
 
 def result_of(
-    spec: Spec, watch: "Watch", wall_ns: int, warnings: Sequence[str] = (), **known: Any
+    spec: "LoadSpec | CommandSpec",
+    watch: "Watch",
+    wall_ns: int,
+    warnings: Sequence[str] = (),
+    **known: Any,
 ) -> Result:
     """Return the record of a cell that has ended; ``known`` are further fields of it."""
     seen = watch.evidence()
     judged, message = judge(seen)
     figures, outcome, doubts = spec.figures(watch, judged), judged, list[str]()
-    spent_ns = max(figures["ready_ns"] or 0, figures["load_ns"] or 0)
-    if outcome is Outcome.OK and message:
-        doubts, message = [message], ""
-    base = figures.get("baseline")
-    if outcome is Outcome.OK and (
-        why := contradiction(spec.cell, figures["peaks"], base, spent_ns, wall_ns)
-    ):
-        outcome, message = void(outcome, message, Outcome.MEASUREMENT_FAILED, why)
+    if outcome is Outcome.OK:
+        doubts, message = [message] * bool(message), ""
+        spent_ns = max(figures["ready_ns"] or 0, figures["load_ns"] or 0)
+        base, peaks = figures.get("baseline"), figures["peaks"]
+        if why := contradiction(spec.cell, peaks, base, spent_ns, wall_ns):
+            outcome, message = void(outcome, "", Outcome.MEASUREMENT_FAILED, why)
     if outcome is Outcome.THRASHING:  # it was killed, so its times are no results
         figures |= {"load_ns": None, "ready_ns": None}
         figures["cost"]["load_ns"] = None
@@ -257,9 +229,8 @@ class Watch:
         # server is ready, or the end. What it is after weighin has killed the cell does not count.
         self.peak_bytes: int | None = None
         self.at_end = Counters()  # of the cell, or when a server was ready
-        self.at_baseline = (
-            Counters() if spec.is_load else Counters(refaults=0, some_ns=0, full_ns=0)
-        )
+        zero = None if spec.is_load else 0  # a command's figures count from its start on
+        self.at_baseline = Counters(refaults=zero, some_ns=zero, full_ns=zero)
         self.at_ready: Counters | None = None  # when all ranks had read every byte
         self.started_s = time.time()
         self.processes: tuple[Process, ...] = ()  # after ``evidence``
@@ -396,14 +367,10 @@ class Watch:
                     reported.begin(message, now, resets_group=resets)
                 case End():
                     reported.end(message, self._counters() if reported.is_main else Counters())
-                case Phase() if is_alone:
-                    reported.add(message, self._counters(), resets_group=self._reset_mark())
-                case Phase():  # ranks share a cgroup, so its figures are of no single phase
-                    usage = Counters(usage_bytes=self._counters().usage_bytes)
-                    reported.add(message, usage, resets_group=False)
-                case Ended() if message.rank < len(self.ranks):
-                    self.ranks[message.rank].stderr_tail = message.stderr_tail
-                    self.seen.exits[message.rank] = Exit(message.code, message.signal)
+                case Ended():
+                    if message.rank < len(self.ranks):
+                        self.ranks[message.rank].stderr_tail = message.stderr_tail
+                        self.seen.exits[message.rank] = Exit(message.code, message.signal)
                 case Told() if message.baseline:
                     if not reported.told.baseline:
                         self._take_baseline(reported, message)
@@ -414,6 +381,11 @@ class Watch:
                     is_ready = all(each.told.ready_at_ns is not None for each in self.ranks)
                     if message.ready_at_ns is not None and is_ready:
                         self.at_ready = reported.before if is_alone else self._counters()
+                case _ if is_alone:  # a worker's phase
+                    reported.add(message, self._counters(), resets_group=self._reset_mark())
+                case _:  # ranks share a cgroup, so its figures are of no single phase
+                    usage = Counters(usage_bytes=self._counters().usage_bytes)
+                    reported.add(message, usage, resets_group=False)
 
     def _take_baseline(self, reported: Reported, message: Told) -> None:
         """Store one rank's memory before the load; the ranks load only after all have reported it."""
@@ -425,9 +397,9 @@ class Watch:
         reported.current = None  # the phases before the baseline are weighin's own
         if not is_last:
             return
+        charge_bytes = self.at_baseline.usage_bytes
         for each in self.ranks:  # all ranks share one cgroup, so each has the charge of all
             assert each.told.baseline
-            charge_bytes = self.at_baseline.usage_bytes
             each.told.baseline = replace(each.told.baseline, cgroup_bytes=charge_bytes)
         if "gpu" in (told := self.ranks[0].told).environment:
             source = "NVML, this process"
