@@ -224,7 +224,7 @@ def _of_command(end: Evidence) -> _Judged:
     elif end.ready is False:
         how = f"exit code {ended.code} before the server was ready"
     else:
-        how = f"exit code {ended.code}" if ended.code != 0 else ""
+        how = f"exit code {ended.code}" if ended.code else ""
     return (Outcome.COMMAND_FAILED if how else Outcome.OK), how
 
 

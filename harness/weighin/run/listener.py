@@ -220,7 +220,7 @@ class Reported:
                 "could not reset its peak RSS: the value of each phase is the peak since the process"
                 " started"
             )
-        if self.is_main and not resets_group:
+        if not resets_group:
             self._resets_group = False
             self.note(
                 "has phases without a cgroup peak, because the cgroup's peak could not be reset (cgroup"
@@ -314,22 +314,15 @@ def _cleaned(name: str) -> str:
 
 
 class Listener:
-    """Listens at a socket in ``folder``, from ``watch`` until ``close``.
-
-    A process that sends a message earlier waits until ``watch`` is called. Ranks wait for each
-    other: none gets an answer to a message in ``MET`` before all have sent it.
-
-    Attributes:
-        by_process: what each process has reported; the first one is the main process.
-        ranks: what the ranks of a load have reported, by their numbers; of other cells, the main process.
-        error: an error of the function that takes the messages; None if there was none.
+    """Listens at a socket in ``folder``, from ``watch``, for which a process waits that sends a message earlier, until
+    ``close``. Ranks wait for each other: none gets an answer to a message in ``MET`` before all have sent it.
     """
 
     def __init__(self, folder: Path, ranks: int = 1) -> None:
         self.path = folder / SOCKET
-        self.by_process: dict[tuple[int, int], Reported] = {}
-        self.ranks = [Reported() for _ in range(ranks)]
-        self.error: BaseException | None = None
+        self.by_process: dict[tuple[int, int], Reported] = {}  # by pid and start time
+        self.ranks = [Reported() for _ in range(ranks)]  # or the first process that connects
+        self.error: BaseException | None = None  # of the function that takes the messages
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with address(str(self.path)) as place:

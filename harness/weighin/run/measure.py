@@ -86,7 +86,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A cell's result; after its record, the samples are written, and then ``trouble`` is raised."""
+    """A cell's result; ``finish`` writes the samples after its record, and then raises ``trouble``."""
 
     result: Result
     samples: Sequence[Sample] = ()

@@ -15,6 +15,7 @@ import tty
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
+from io import FileIO
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -42,17 +43,15 @@ class _Channel:
 
     def __init__(self, target: int) -> None:
         self.target, self.is_terminal = target, os.isatty(target)
+        source, command_end = os.openpty() if self.is_terminal else os.pipe()
+        self.source, self.command_end = FileIO(source), FileIO(command_end, "w")
         if self.is_terminal:
-            self.source, self.command_end = os.openpty()
-            tty.setraw(self.command_end)  # the real terminal already converts line ends
-        else:
-            self.source, self.command_end = os.pipe()
-        self._open = {self.source, self.command_end}
-        self.resize()
+            tty.setraw(command_end)  # the real terminal already converts line ends
+            self.resize()
 
     def resize(self) -> bool:
         """Give the pseudo-terminal the real terminal's size; return whether this changes its size."""
-        if not self.is_terminal or self.source not in self._open:
+        if not self.is_terminal or self.source.closed:
             return False
         with suppress(OSError):
             size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, _NO_SIZE)
@@ -61,11 +60,9 @@ class _Channel:
                 return True
         return False
 
-    def close(self, *descriptors: int) -> None:
-        """Close some descriptors, or else all; one that is closed already stays closed."""
-        for descriptor in self._open & {*(descriptors or self._open)}:
-            self._open.discard(descriptor)
-            os.close(descriptor)
+    def close(self) -> None:
+        self.source.close()
+        self.command_end.close()
 
 
 class Relay:
@@ -106,13 +103,13 @@ class Relay:
         """
         for channel in self._channels:
             if os.path.sameopenfile(channel.target, target):
-                return channel.command_end
+                return channel.command_end.fileno()
         try:
             os.fstat(target)
         except OSError:  # a closed descriptor of this process is closed for the command, too
             return None
         self._channels.append(_Channel(target))
-        return self._channels[-1].command_end
+        return self._channels[-1].command_end.fileno()
 
     def start(self) -> None:
         """Start to pass the output on, in threads, after the command has started."""
@@ -120,7 +117,7 @@ class Relay:
             before = signal.signal(signal.SIGWINCH, self._resize)
             self._resizing.callback(signal.signal, signal.SIGWINCH, before)
         for channel in self._channels:
-            channel.close(channel.command_end)
+            channel.command_end.close()
             relaying = threading.Thread(target=self._relay, args=[channel], daemon=True)
             self._threads.append(relaying)
             relaying.start()
@@ -149,15 +146,16 @@ class Relay:
     def _relay(self, channel: _Channel) -> None:
         """Pass the output on, and search its lines; a carriage return also ends a line, as of a progress bar."""
         begun, begun_ns = b"", 0  # a line that has not ended, and when its last character arrived
+        source = channel.source.fileno()
         while True:
-            if not ready([channel.source], _PROMPT_S if begun else _SILENCE_S):
+            if not ready([source], _PROMPT_S if begun else _SILENCE_S):
                 self._look_if_ready(_plain(begun))
                 if self._ends.is_set():
                     break
                 continue
             data = b""
             with suppress(OSError):  # no process has the pseudo-terminal open any more
-                data = os.read(channel.source, 64 * 1024)  # the capacity of a pipe
+                data = os.read(source, 64 * 1024)  # the capacity of a pipe
             if not data or not write(channel.target, data):
                 break  # if the target has no reader, the command's next write must fail as well
             now_ns = time.monotonic_ns()
