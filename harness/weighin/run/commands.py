@@ -213,9 +213,7 @@ class CommandSpec(Spec):
 
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
-    """Return the code of the innermost frame in the user's own program; none of a file that was written after
-    ``started_s``, because other code may have run.
-    """
+    """Return the innermost line of the user's own program; none of a file that changed after ``started_s``."""
     from weighin.records.explanation import own, read_all  # 0.01 s, with its expressions
 
     if frame := own(read_all(frames)):

@@ -1,7 +1,4 @@
-"""Turn Ctrl-C, SIGTERM and SIGHUP into an exception, which a ``put_off`` block delays to its end.
-
-This module keeps global state, because a process has one handler for each signal.
-"""
+"""Turn Ctrl-C, SIGTERM and SIGHUP into an exception, which a ``put_off`` block delays to its end."""
 
 import signal
 from collections.abc import Iterator
@@ -29,7 +26,7 @@ class _State:
     error: type[BaseException] | None = None  # None outside of ``stoppable``
 
 
-_state = _State()
+_state = _State()  # global, because a process has one handler for each signal
 
 
 @contextmanager

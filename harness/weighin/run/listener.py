@@ -141,14 +141,12 @@ class _Open:
 
 @dataclass(slots=True)
 class Reported:
-    """What one process has reported so far: its phases, and as a worker, what it has ``told``.
-
-    Only the phases of the first process (``is_main``) have the peaks of the cgroup. Those of a program
+    """What one process has reported so far: its phases, and as a worker, what it has ``told``. The phases of a program
     may be nested, and overlap; those of a worker follow each other, and the worker itself measures them.
     """
 
     pid: int = 0  # of a rank that has not reported anything
-    is_main: bool = True
+    is_main: bool = True  # only then have its phases the peaks of the cgroup
     told: Told = field(default_factory=Told)
     current: str | None = None  # the phase of a worker that began last
     stderr_tail: str = ""
@@ -177,7 +175,6 @@ class Reported:
 
     @property
     def load_phases(self) -> Sequence[Phase]:
-        """The load's ended phases, up to the phase in which the worker read every byte."""
         return phases_of(self._phases) if self.told.baseline else ()
 
     @property
@@ -349,9 +346,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Take the messages that were sent before now, and end all phases: before the cgroup is removed. A second
-        call does nothing.
-        """
+        """Take the messages that were sent before now, and end all phases; a second call does nothing."""
         if self._server.fileno() < 0:
             return
         if self._thread:

@@ -116,7 +116,7 @@ def measure(
     environment: Mapping[str, Any] | None = None,
     reference: verdict.Reference | None = None,
 ) -> Measured:
-    """Run one cell to its end; kill one that thrashes in comparison with ``reference``, without a limit."""
+    """Run one cell to its end, or until it thrashes in comparison with ``reference``, without a limit."""
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(spec.files) if spec.files else None
     warnings = []
@@ -505,9 +505,7 @@ class Watch:
 
 
 def end_rest(running: Running, grace_s: float) -> tuple[str, ...]:
-    """End the processes of a command that outlive its first process, but those that this user may not signal;
-    return the command lines of those that did not end by themselves.
-    """
+    """End the processes of a command that outlive the first; return the command lines of those that had to be."""
     names, spared = [], {running.pid}
 
     def rest(patience_s: float) -> list[int]:

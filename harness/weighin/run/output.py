@@ -98,9 +98,7 @@ class Relay:
         self._resizing = ExitStack()
 
     def _open(self, target: int) -> int | None:
-        """Return the descriptor with which the command writes to ``target``, one for both if output and errors are
-        the same file; None for a closed target.
-        """
+        """Return where the command writes for ``target``: one pipe for both if they are the same file."""
         for channel in self._channels:
             if os.path.sameopenfile(channel.target, target):
                 return channel.command_end.fileno()
@@ -195,7 +193,7 @@ class Relay:
 
 
 def _plain(output: bytes) -> str:
-    """Decode output, without the escape sequences of terminals, such as those for colours."""
+    """Decode output, without the escape sequences of terminals."""
     text = output.decode(errors="replace").replace("\r", "\n")
     return _ESCAPES.sub("", text) if "\x1b" in text else text
 

@@ -42,9 +42,7 @@ Following = Callable[[Sequence[Result]], Planned | None]
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
-    """Run, in the plan's order, each cell that has no record, or the cells that ``following`` chooses; return all
-    results. An error inside a cell becomes its outcome.
-    """
+    """Run each cell that has no record, or those that ``following`` chooses; return all results."""
     with (
         only_writer(task.folder),
         discarding(task),
@@ -169,9 +167,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
 def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold the machine's lock: the name of a socket, which any user can take, and which the kernel frees. Wait for
-    it up to ``patience_s``, after ``waiting`` got the reason.
-    """
+    """Hold the machine's lock, the name of a socket, which any user can take, and which the kernel frees."""
     holds = f"it holds the lock {lock_name()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
         deadline, pause_s = time.monotonic() + patience_s, 0.0
