@@ -44,7 +44,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if size := config.getini(MARKER):
+    config.addinivalue_line(
+        "markers",
+        f'{MARKER}(size, metric="rss", ram=None, timeout_s=600): run the test function in a new process,'
+        " and fail if its memory grows by more than size;"
+        " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel enforces",
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if size := session.config.getini(MARKER):
         from weighin.errors import HarnessError
         from weighin.units import parse_bytes
 
@@ -52,12 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
             parse_bytes(size)
         except HarnessError as error:
             raise pytest.UsageError(f"the ini option {MARKER}: {error}") from None
-    config.addinivalue_line(
-        "markers",
-        f'{MARKER}(size, metric="rss", ram=None, timeout_s=600): run the test function in a new process,'
-        " and fail if its memory grows by more than size;"
-        " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel enforces",
-    )
 
 
 class Weighin:
