@@ -295,6 +295,8 @@ NO_TENSORS = "damaged: 'tensors' and 'shared' must name each tensor exactly once
         (modules(files={"norm.pt": ["a"], "layers.1.pt": ["a"]}), "damaged: 'a' occurs twice"),
         (modules(order=["embedding"]), NO_ORDER),
         (modules(order=["embedding"] * 2), NO_ORDER),
+        (modules(shared={"head": "x"}), "'head' is tied to 'x' but stored elsewhere"),
+        (modules(shared={"head": []}), "'head' is tied to [] but stored elsewhere"),
         (keys(), NO_TENSORS),
         (keys(c="c.pt"), "the file 'c.pt', which holds 'c', is missing"),
         (keys(c="x" * 300), f"the file {'x' * 100!r}... (300 characters), which holds 'c', is missing"),
@@ -302,6 +304,7 @@ NO_TENSORS = "damaged: 'tensors' and 'shared' must name each tensor exactly once
         (keys(a="/etc/passwd"), "the file that holds 'a' lies outside the folder: '/etc/passwd'"),
         (keys(a=".."), "the file '..', which holds 'a', is missing"),
         (keys(a=3), "the file that holds 'a' lies outside the folder: 3"),
+        (keys({"norm": "embedding"}, embedding="embedding.pt", norm="norm.pt"), "'norm' is tied to 'embedding' but stored elsewhere"),
         ({"format": "shards"}, "not an index of the format per_param in version 1"),
         ({"format": "per_param", "version": 1}, NO_TENSORS),
         ([], "damaged: not a JSON object"),
@@ -318,6 +321,9 @@ def test_a_damaged_index_of_keys_is_named(tmp_path: Path, index: object, message
 
 def test_a_file_of_a_module_that_contradicts_the_index_is_named(tmp_path: Path) -> None:
     folder = made("per_module", tmp_path / "m")
+    torch.save({key: torch.zeros(5, 4) for key in ("embedding", "head")}, folder / "embedding.pt")
+    with pytest.raises(CheckpointError, match="'head' is tied to 'embedding' but stored elsewhere"):
+        formats.read(folder)
     torch.save({"other": torch.zeros(3)}, folder / "norm.pt")
     with pytest.raises(CheckpointError, match=r"norm\.pt: its keys differ from those that index"):
         formats.read(folder)

@@ -183,10 +183,13 @@ def test_a_plain_device_needs_no_note(allocator: Allocator) -> None:
 def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
     memory = CudaMemory(DEVICE)
     allocator.properties["is_integrated"] = 1
+    allocator.backend = "cudaMallocAsync"
     allocator.peaks[2] = 3 * GIB
     assert memory.notes() == [
         "Example 80GB has no memory of its own: CUDA memory is part of the RAM, but a RAM"
         " limit may not apply to it",
+        "the CUDA allocator is cudaMallocAsync: requested and reserved bytes are figures of the"
+        " driver's pool, not of torch's blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF",
     ]
     assert memory.notes_at_end() == [
         "the load also allocated 3.000 GiB on cuda:2, which no figure includes: all figures"

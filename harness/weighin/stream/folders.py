@@ -230,7 +230,7 @@ def _read_keys(path: Path, fmt: str) -> Checkpoint:
     try:
         pairs = [*index["tensors"].items()] if fmt == "per_param" else []
         pairs += [(key, name) for name, keys in index.get("files", {}).items() for key in keys]
-        homes = no_duplicates(pairs)
+        homes, shared = no_duplicates(pairs), index["shared"].items()
         order = index.get("order", [*homes])
         is_whole = bool(homes) and _names_all(order, homes)
     except (AttributeError, KeyError, TypeError):
@@ -255,6 +255,11 @@ def _read_keys(path: Path, fmt: str) -> Checkpoint:
             raise CheckpointError(f"{file}: {what}", again)
         places |= {one.name: one for one in stored}
         files.append(file)
+    for key, first in shared:
+        one, other = places.get(key), places.get(first) if isinstance(first, str) else None
+        if one is None or other is None or one.place != other.place:
+            what = f"{shown(key)} is tied to {shown(first)} but stored elsewhere"
+            raise CheckpointError(f"{path}: {what}", again)
     found = Checkpoint(places[key] for key in order)
     found.files = tuple(sorted(files))
     return found

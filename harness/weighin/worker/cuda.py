@@ -83,13 +83,18 @@ class CudaMemory:
         }
 
     def notes(self) -> list[str]:
-        properties = torch.cuda.get_device_properties(self.device)
-        if not getattr(properties, "is_integrated", 0):
-            return []
-        return [
-            f"{properties.name} has no memory of its own: CUDA memory is part of the RAM, but a RAM"
-            " limit may not apply to it"
-        ]
+        properties, warnings = torch.cuda.get_device_properties(self.device), []
+        if getattr(properties, "is_integrated", 0):
+            warnings.append(
+                f"{properties.name} has no memory of its own: CUDA memory is part of the RAM, but a RAM"
+                " limit may not apply to it"
+            )
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            warnings.append(
+                f"the CUDA allocator is {backend}: requested and reserved bytes are figures of the"
+                " driver's pool, not of torch's blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF"
+            )
+        return warnings
 
     def notes_at_end(self) -> list[str]:
         """Return a warning for each other GPU whose memory the process used."""
