@@ -20,6 +20,7 @@ from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit, Running, Streams
 from weighin.isolation.docker import DockerIsolation, DockerStarted, _close_stream
+from weighin.probes import cgroup
 from weighin.probes.cgroup import Cgroup, this_process
 from weighin.run.loads import LoadSpec
 from weighin.units import MIB
@@ -73,6 +74,16 @@ def containers(isolation: DockerIsolation) -> list[str]:
     found = isolation._client.containers(all=True, filters={"label": "weighin.owner"})
     mine = f"weighin-{os.getpid()}-"
     return [name for c in found for name in c["Names"] if name.startswith(f"/{mine}")]
+
+
+def test_an_engine_that_starts_a_command_outside_the_containers_group_is_refused(
+    isolation: DockerIsolation, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a rootless engine in the scope of a login; the fixture looks for a container that is left.
+    monkeypatch.setattr(cgroup, "has_left_for", lambda pid, group: Path("/session"))
+    with pytest.raises(IsolationUnavailable, match=r"outside its container's cgroup") as caught:
+        start("pass")
+    assert "systemctl --user start docker" in caught.value.repair
 
 
 def ended(running: Running) -> Exit:

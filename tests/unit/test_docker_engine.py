@@ -12,6 +12,7 @@ import urllib3.exceptions
 from docker.errors import APIError, DockerException
 
 from weighin.errors import IsolationUnavailable
+from weighin.isolation import cgroup
 from weighin.isolation.docker import (
     DockerIsolation,
     check_engine,
@@ -101,10 +102,20 @@ LIMITS = (
         ),
     ],
 )
-def test_an_engine_that_cannot_limit(info: dict[str, Any], text: str) -> None:
+def test_an_engine_that_cannot_limit(
+    info: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "swap_is_on", lambda: True)
     with pytest.raises(IsolationUnavailable) as caught:
         check_engine(info)
     assert str(caught.value) == text
+
+
+def test_an_engine_that_counts_no_swap_on_a_machine_without_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cgroup, "swap_is_on", lambda: False)
+    check_engine({"MemoryLimit": True, "SwapLimit": False})
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from scripts import JOB
 
 from weighin.cell import Cell, Job
 from weighin.errors import ConfigError, IsolationUnavailable
+from weighin.isolation import cgroup, select
 from weighin.isolation import docker as docker_isolation
-from weighin.isolation import select
 from weighin.isolation.base import Streams
 from weighin.isolation.docker import DockerIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE, this_process
@@ -77,7 +77,10 @@ def test_auto_passes_a_foreign_engine_and_says_so(
 
 
 @pytest.mark.parametrize("field", ["MemoryLimit", "SwapLimit"])
-def test_an_engine_that_cannot_limit_does_not_pass(engine: RecordedEngine, field: str) -> None:
+def test_an_engine_that_cannot_limit_does_not_pass(
+    engine: RecordedEngine, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "swap_is_on", lambda: True)
     engine.has("GET /info", **{field: False})
     with pytest.raises(IsolationUnavailable):
         DockerIsolation().check()
@@ -99,7 +102,7 @@ def test_the_empty_image_is_made_where_it_is_missing(engine: RecordedEngine) -> 
     with pytest.raises(IsolationUnavailable, match="could not make an empty image: no space left"):
         start()
     [asked] = engine.asked("POST /images/create")
-    assert (asked.query["repo"], asked.query["tag"]) == ("weighin-empty", "1")
+    assert (asked.query["repo"], asked.query["tag"]) == ("localhost/weighin-empty", "latest")
 
 
 def test_a_record_names_the_engine_and_the_users_image(engine: RecordedEngine) -> None:
@@ -168,7 +171,7 @@ def test_a_container_is_named_and_labelled_after_this_process(
         "weighin.cell": JOB.cell.id,
     }
     assert asked["User"] == f"{os.getuid()}:{os.getgid()}"
-    assert (asked["WorkingDir"], asked["Image"]) == ("/tmp", "weighin-empty:1")
+    assert (asked["WorkingDir"], asked["Image"]) == ("/tmp", "localhost/weighin-empty:latest")
     assert (asked["Entrypoint"], asked["Cmd"]) == (["/bin/sh"], ["-c", "read -r _"])
     assert (asked["OpenStdin"], asked["StdinOnce"]) == (True, True)
     assert "LD_PRELOAD" in asked["Env"]  # without a value, so that the first process has none
@@ -236,7 +239,10 @@ def test_a_command_sees_its_folder_and_runs_as_this_user(
     engine.attached().close()
     [request] = engine.asked("POST /containers/create")
     asked, host = request.body, request.body["HostConfig"]
-    assert (asked["Image"], asked["WorkingDir"]) == (image or "weighin-empty:1", str(tmp_path))
+    assert (asked["Image"], asked["WorkingDir"]) == (
+        image or "localhost/weighin-empty:latest",
+        str(tmp_path),
+    )
     assert asked["User"] == f"{os.getuid()}:{os.getgid()}"
     assert host["SecurityOpt"] == ["label=disable"]
     assert not {"CapDrop", "ReadonlyRootfs", "PidsLimit"} & {k for k, v in host.items() if v}

@@ -38,6 +38,12 @@ STEPS = (
 """What the script ``inside`` does, in its order."""
 NIGHTLY_STEPS = ("ordinary-user", "loads", "amounts", "namespaces", "doctor")
 """What it does also in a nightly run: a load imports torch, which takes half a minute there."""
+ENGINES = ("podman", "docker-rootless")
+"""Engines of containers on cgroup v2, in a machine of their own: a nightly run's."""
+ENGINE_PACKAGES = (
+    *("docker.io", "podman", "uidmap", "slirp4netns", "rootlesskit", "fuse-overlayfs"),
+    *("dbus-user-session", "apparmor", "iproute2", "iptables", "kmod", "procps"),
+)
 
 SEARCHED = {
     "model": "weighin.models.gpt2:gpt2",
@@ -83,18 +89,23 @@ class Ended:
 
 
 def run(
-    folder: Path, checkpoints: Path, programs: Path, asked: Mapping[str, str], steps: Sequence[str]
+    folder: Path,
+    checkpoints: Path,
+    programs: Path,
+    asked: Mapping[str, str],
+    steps: Sequence[str],
+    packages: Sequence[str] = (),
 ) -> Ended:
     """Boot the machine, have it do ``steps``, and return what it left.
 
     ``folder`` is empty, and on a disk; ``checkpoints`` is a cache that the machine begins with;
     ``programs`` are those of ``known_commands``, since the machine has no compiler; ``asked`` are
-    the options of its bench.
+    the options of its bench; ``packages`` are Debian's, on a disk of their own.
 
     Raises:
         MachineError: it could not be made, or did not power off by itself in time.
     """
-    boot_from = _disk()
+    boot_from = _disk(packages)
     work = folder / "work.ext4"
     texts = {**asked, "steps": "".join(f"{step}\n" for step in steps)}
     _make_work_disk(work, folder / "work", texts, {"cache": checkpoints, "programs": programs})
@@ -108,16 +119,16 @@ def run(
     print(f"the virtual machine ran for {time.monotonic() - start:.0f} s")
     _run("debugfs", "-R", f"rdump /out {folder}", str(work))
     ended = Ended(folder / "out", _text(console))
-    if ended.status(STEPS[-1]) is None:
+    if ended.status(steps[-1]) is None:
         raise MachineError(f"{ended.console}\nthe machine ended before its last step did")
     return ended
 
 
-def _disk() -> Path:
+def _disk(packages: Sequence[str]) -> Path:
     """Return the folder with the disk, kernel and initrd to boot from; make them where they are not."""
     shelf = staging.folder() / "vm"
     shelf.mkdir(parents=True, exist_ok=True)
-    folder = shelf / _digest()
+    folder = shelf / _digest(packages)
     with FileLock(shelf / "lock"):
         if not folder.exists():
             for old in _unused(shelf):
@@ -126,7 +137,10 @@ def _disk() -> Path:
             with tempfile.TemporaryDirectory(dir=shelf) as making:
                 new = Path(making) / "disk"
                 new.mkdir()
-                _run(str(HERE / "make-disk"), str(new), sysconfig.get_path("purelib"), KERNEL_SUITE)
+                _run(
+                    *(str(HERE / "make-disk"), str(new), sysconfig.get_path("purelib")),
+                    *(KERNEL_SUITE, *packages),
+                )
                 new.rename(folder)
             print(f"its disk took {time.monotonic() - start:.0f} s to make")
         os.utime(folder)
@@ -140,10 +154,11 @@ def _unused(shelf: Path) -> Iterator[Path]:
             yield folder
 
 
-def _digest() -> str:
+def _digest(packages: Sequence[str]) -> str:
     """Return a name for all that goes into the disk."""
     parts = [
         KERNEL_SUITE,
+        *packages,
         *((HERE / name).read_text() for name in ("make-disk", "weighin.service")),
     ]
     parts += sorted(f"{one.name}=={one.version}" for one in metadata.distributions())

@@ -201,12 +201,16 @@ def limit(group: Path, limit_bytes: int) -> None:
     (group / ("memory.swappiness" if is_v1 else "memory.oom.group")).write_text("0")
     if swap.exists():
         swap.write_text(str(limit_bytes) if is_v1 else "0")
-    elif len(_SWAPS.read_text().splitlines()) > 1:
+    elif swap_is_on():
         raise IsolationUnavailable(
             f"the kernel does not count swap for each cgroup ({swap.name} is missing), so a process"
             " under a RAM limit could swap",
             "turn swap off (sudo swapoff -a), or boot with swapaccount=1",
         )
+
+
+def swap_is_on() -> bool:
+    return len(_SWAPS.read_text().splitlines()) > 1
 
 
 def kill_members(group: Path) -> None:

@@ -39,7 +39,7 @@ from requests import codes, exceptions
 from weighin import child_process
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import ConfigError, IsolationUnavailable
-from weighin.isolation import visible
+from weighin.isolation import cgroup, visible
 from weighin.isolation.base import OWN_STREAMS, Exit, Isolation, Running, Streams
 from weighin.phase_reporter import read_text
 from weighin.probes import cgroup as groups
@@ -49,6 +49,14 @@ from weighin.units import MIB
 _NOT_STARTED: Final = (
     "weighin's shell, which starts the command in the container, did not start",
     "see whether a shell starts without weighin: docker run IMAGE sh",
+)
+_NO_UPDATE: Final = (
+    "the engine cannot limit a container that runs (Podman 4.3 cannot)",
+    "use Docker, or --isolation cgroup or process",
+)
+_NOT_MOVED: Final = (
+    "the engine starts a command outside its container's cgroup, where it has no limit",
+    "start a rootless engine as a service of your user: systemctl --user start docker",
 )
 _ELSEWHERE: Final = (
     "weighin needs a Docker engine on this machine: the processes of the current Docker engine are not"
@@ -70,7 +78,7 @@ _OUTPUT_S: Final = 5.0  # for output that the command has written before its end
 _RESIZE_S: Final = 0.25
 _PAUSE_S: Final = 0.002
 _REMOVE_S: Final = 10.0
-IMAGE: Final = "weighin-empty:1"
+IMAGE: Final = "localhost/weighin-empty:latest"  # Podman needs a registry, and knows no other tag
 _TMP: Final = "/tmp"  # noqa: S108 (inside the container)
 _TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's default for /dev/shm
 _CLOSED: Final[Mapping[str, Any]] = {
@@ -104,7 +112,8 @@ class DockerIsolation(Isolation):
         check_engine(self._info)
         with Path(os.devnull).open("r+b", buffering=0) as nothing:
             streams = Streams(*[nothing.fileno()] * 3)
-            self.start(Cell(ModelSpec("", ""), "check", self.name), [":"], "", streams).close()
+            cell = Cell(ModelSpec("", ""), "check", self.name, ram_limit_bytes=_TMPFS_BYTES)
+            self.start(cell, [":"], "", streams).close()
         _tried.add(self._info.get("ID"))
 
     def start(
@@ -248,11 +257,9 @@ class DockerStarted(Running):
                 group = self.cgroup = self._find_group()
                 self.exec = client.exec_create(container, stdin=True, tty=terminal, **told)["Id"]
                 self._pump.stream = client.exec_start(self.exec, tty=terminal, socket=True)
-                self._await_barrier()
-                if limit_bytes is not None:  # equal limits: no swap
-                    client.update_container(
-                        container, mem_limit=limit_bytes, memswap_limit=limit_bytes
-                    )
+                self._await_barrier(group)
+                if limit_bytes is not None:
+                    self._limit(limit_bytes)
             self.opened = groups.Cgroup(group, groups.pressure_file_of(self.pid))
             self.opened.reset_peak()  # so that the peak does not include the container's own start
             self._pump.begin()
@@ -260,6 +267,14 @@ class DockerStarted(Running):
         except BaseException:
             self.close()
             raise
+
+    def _limit(self, limit_bytes: int) -> None:
+        try:  # equal limits: no swap
+            self._client.update_container(
+                self._container, mem_limit=limit_bytes, memswap_limit=limit_bytes
+            )
+        except NotFound:  # no such call
+            raise IsolationUnavailable(*_NO_UPDATE) from None
 
     def _find_group(self) -> Path:
         first = int(self._client.inspect_container(self._container)["State"]["Pid"])
@@ -272,8 +287,8 @@ class DockerStarted(Running):
                     return group
         raise IsolationUnavailable(*_ELSEWHERE)
 
-    def _await_barrier(self) -> None:
-        """Wait until the shell of the command has stopped itself."""
+    def _await_barrier(self, group: Path) -> None:
+        """Wait until the shell of the command has stopped itself, in the container's group."""
         deadline = time.monotonic() + _BIRTH_S
         while not self.pid:
             state = self._client.exec_inspect(self.exec)
@@ -286,6 +301,8 @@ class DockerStarted(Running):
                     self.pid = int(state["Pid"])
                     self.process = child_process.open_process(self.pid)
             time.sleep(_PAUSE_S)
+        if groups.has_left_for(self.pid, group):
+            raise IsolationUnavailable(*_NOT_MOVED)
 
     def resize(self, size: os.terminal_size) -> None:
         with suppress(*ENGINE_ERRORS):  # the command has ended
@@ -537,7 +554,8 @@ def check_engine(info: dict[str, Any]) -> None:
     same = (None, kernel, re.sub(r"^(\d+\.\d+)(?!\.?\d)", r"\1.0", kernel))
     if info.get("KernelVersion") not in same:
         raise IsolationUnavailable(*_ELSEWHERE)
-    if not (info.get("MemoryLimit") and info.get("SwapLimit")):
+    # Podman says of cgroup v2 that it cannot limit swap; without swap, no container can use any.
+    if not (info.get("MemoryLimit") and (info.get("SwapLimit") or not cgroup.swap_is_on())):
         raise IsolationUnavailable(
             "the Docker engine cannot limit the memory and swap of a container",
             "boot with cgroup_enable=memory swapaccount=1 on the kernel's command line"
