@@ -80,7 +80,7 @@ def test_an_engine_that_starts_a_command_outside_the_containers_group_is_refused
     isolation: DockerIsolation, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As a rootless engine in the scope of a login; the fixture looks for a container that is left.
-    monkeypatch.setattr(cgroup, "has_left_for", lambda pid, group: Path("/session"))
+    monkeypatch.setattr(cgroup, "outside", lambda pid, group: Path("/session"))
     with pytest.raises(IsolationUnavailable, match=r"outside its container's cgroup") as caught:
         start("pass")
     assert "systemctl --user start docker" in caught.value.repair

@@ -219,7 +219,9 @@ def test_a_process_is_named_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cgroup.is_left_behind(f"{pid}-{later}-{namespace}.0")  # another with the same pid
     assert not cgroup.is_left_behind(f"{pid}-{later}-{int(namespace) + 1}.0")  # not to be seen here
     assert cgroup.is_left_behind(f"{pid}-None.0")
-    assert cgroup.is_left_behind("somebody.0")
+    for odd in ("somebody", "", "-1", "\u00b2-1", "1" * 5000):
+        assert cgroup.is_left_behind(f"{odd}.3"), odd
+    assert not cgroup.is_left_behind("\u00b2-1-2.3")
 
 
 def test_a_run_with_its_own_lock_removes_only_what_was_left_with_it(

@@ -1,5 +1,6 @@
 """A real process is sampled from outside; it grows and ends when told, so that no test sleeps."""
 
+import os
 import subprocess
 import sys
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from weighin.probes import process_table
-from weighin.probes.cgroup import Cgroup
+from weighin.probes import sampler as module
+from weighin.probes.cgroup import Cgroup, parent_of
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.result import Sample
 from weighin.units import MIB
@@ -151,6 +153,34 @@ def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
     assert (sample.cgroup_bytes, sample.cgroup_file_bytes, sampler.oom_kills) == (None, None, None)
 
 
+def test_a_grandchild_in_another_cgroup_is_an_escape(
+    tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def where(pid: int, group: Path) -> Path | None:
+        return Path("/other") if pid == child.process.pid else None
+
+    monkeypatch.setattr(module, "outside", where)
+    grandparent = parent_of(os.getpid())
+    assert grandparent
+    sampler = Sampler(grandparent, lambda: [grandparent], write_group(tmp_path, 2))
+    sampler.pids()
+    assert f"(pid {child.process.pid}) left the command's cgroup for /other" in sampler.escape
+
+
+def test_an_error_in_a_sample_closes_what_it_reads(tmp_path: Path, child: Child) -> None:
+    def fail(*_: int) -> None:
+        raise MemoryError
+
+    def opened() -> int:
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    before, sampler = opened(), sampler_of(child.process.pid, write_group(tmp_path, 2))
+    sampler._at_sample = fail
+    with pytest.raises(MemoryError):
+        sampler._run()
+    assert opened() == before
+
+
 def test_it_stops_at_once_whatever_its_interval(child: Child) -> None:
     sampler = sampler_of(child.process.pid, interval_s=3600)
     sampler.start()
@@ -162,12 +192,13 @@ def test_a_pause_is_a_share_of_what_an_action_took(monkeypatch: pytest.MonkeyPat
     clock = {"now_s": 100.0}
     for name in ("monotonic", "thread_time"):
         monkeypatch.setattr(time, name, lambda: clock["now_s"])
-    pause, seen = process_table.Pause(), []
-    for _ in range(23):
-        with pause as is_due:  # one that is not due puts nothing off
-            seen.append(is_due)
-            clock["now_s"] += 1.0
-    assert [number for number, is_due in enumerate(seen) if is_due] == [0, 21]
+    pause, due_s = process_table.Pause(least_s=30.0), []
+    for took_s in (1.0, 0.0, 2.0, *[0.0] * 80):  # the third one is forced
+        with pause as is_due:
+            due_s += [clock["now_s"] - 100] * is_due
+            clock["now_s"] += took_s
+        clock["now_s"] += 1.0
+    assert due_s == [0, 45, 75]
 
 
 def test_samples_as_text(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ class DockerStarted(Running):
                     self.pid = int(state["Pid"])
                     self.process = child_process.open_process(self.pid)
             time.sleep(_PAUSE_S)
-        if groups.has_left_for(self.pid, group):
+        if groups.outside(self.pid, group):
             raise IsolationUnavailable(*_NOT_MOVED)
 
     def resize(self, size: os.terminal_size) -> None:

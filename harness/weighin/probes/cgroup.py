@@ -73,11 +73,12 @@ def is_left_behind(name: str) -> bool:
     and for another lock than that of this process, so that tests can look at what they left.
     """
     owner, _, number = name.rpartition(".")
-    pid, ticks, namespace, *_ = [*owner.split("-", 2), "", "", ""]
+    pid, _, rest = owner.partition("-")
+    ticks, _, namespace = rest.partition("-")
     is_ours = lock_suffix() in ("", "".join(number.partition("-")[1:]))
     is_here = namespace in ("", this_process().rpartition("-")[2])
-    runs = pid.isdigit() and ticks == str(start_time(int(pid)))
-    return is_ours and is_here and not runs
+    is_pid = pid.isdecimal() and len(pid) < 20  # int() refuses thousands of digits
+    return is_ours and is_here and not (is_pid and ticks == str(start_time(int(pid))))
 
 
 def lock_suffix() -> str:
@@ -121,8 +122,8 @@ def pressure_file_of(pid: int) -> Path | None:
     return file if file and file.exists() else None
 
 
-def has_left_for(pid: int, group: Path) -> Path | None:
-    """Return the memory cgroup of a process that was seen in another one than ``group`` and those below."""
+def outside(pid: int, group: Path) -> Path | None:
+    """Return a process's memory cgroup if it is another one than ``group`` and those below."""
     now = memory_cgroup_of(pid)
     if now is None or now.is_relative_to(group) or is_exiting(pid):  # v1 moves those into the root
         return None

@@ -27,7 +27,9 @@ _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this tim
 
 
 class Pause:
-    """Limits a repeated action to 5 % of one processor's time: ``with`` returns whether it is due."""
+    """Limits a repeated action to 5 % of one processor's time: ``with`` returns whether it is due. What is done in
+    the block puts off the next action, also if it was not due.
+    """
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
@@ -41,8 +43,8 @@ class Pause:
 
     def __exit__(self, *_: object) -> None:
         took_s = time.thread_time() - self._start_s  # without the time for which it waited
-        if self._is_due:
-            self._due_s = time.monotonic() + max(self._least_s, took_s / _SHARE)
+        least_s = self._least_s if self._is_due else 0.0
+        self._due_s = max(self._due_s, time.monotonic() + max(least_s, took_s / _SHARE))
 
 
 @dataclass(slots=True)
@@ -210,8 +212,8 @@ def _large_size(path: str) -> int:
 def _mapped(pid: int) -> dict[str, int]:
     mapped: dict[str, int] = {}
     programs: set[str] = set()
-    for line in read_text(f"/proc/{pid}/maps").split("\n"):
-        addresses, mode, _, _, _, path, *_ = [*line.split(maxsplit=5), *[""] * 6]
+    for line in filter(None, read_text(f"/proc/{pid}/maps").split("\n")):
+        addresses, mode, *_, path = line.split(maxsplit=5)  # the last is the inode without a path
         if path.startswith("/"):
             if "x" in mode or path.endswith(("/locale-archive", " (deleted)")):
                 programs.add(path)

@@ -20,7 +20,7 @@ import psutil
 
 from weighin.phase_reporter import memory_of as memory_fields
 from weighin.phase_reporter import parse_faults, parse_status
-from weighin.probes.cgroup import Cgroup, folders_of, has_left_for, parent_of, room_in
+from weighin.probes.cgroup import Cgroup, folders_of, outside, parent_of, room_in
 from weighin.probes.process import Shares, read_rollup, read_shares, read_status
 from weighin.probes.process_table import Pause, ProcessTable, command_of
 from weighin.result import Sample
@@ -136,17 +136,19 @@ class Sampler:
                 os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
         before: Sample | None = None
         is_last = False
-        while not is_last:  # the last sample is taken after the stop
-            is_last, start_s, interval_s = self._stop.is_set(), time.monotonic(), self._interval_s
-            now = self._look()
-            if now and before and self._room_bytes is not None:  # it may soon meet its limit
-                rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
-                if rate * interval_s * 4 > self._room_bytes - _used(now):
-                    interval_s = min(_FAST_INTERVAL_S, interval_s)
-            before = now
-            self._stop.wait(max(start_s + interval_s - time.monotonic(), 0))
-        while self._opened:
-            os.close(self._opened.popitem()[1])
+        try:
+            while not is_last:  # the last sample is taken after the stop
+                is_last, start_s = self._stop.is_set(), time.monotonic()
+                interval_s, now = self._interval_s, self._look()
+                if now and before and self._room_bytes is not None:  # it may soon meet its limit
+                    rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
+                    if rate * interval_s * 4 > self._room_bytes - _used(now):
+                        interval_s = min(_FAST_INTERVAL_S, interval_s)
+                before = now
+                self._stop.wait(max(start_s + interval_s - time.monotonic(), 0))
+        finally:
+            while self._opened:
+                os.close(self._opened.popitem()[1])
 
     def _look(self) -> Sample | None:
         t_ns, pids = time.monotonic_ns(), self._members
@@ -208,7 +210,7 @@ class Sampler:
         return self._members
 
     def _look_for_escapes(self, cgroup: Cgroup) -> None:
-        """Look at processes that were in the cgroup before and, each 0.1 s, at children of those in it."""
+        """Look at processes that were in the cgroup before and, each 0.1 s, at descendants of those in it."""
         who, whose = "the command", "the command's"
         if self._loading:
             who, whose = "the measured process", "its"
@@ -219,10 +221,12 @@ class Sampler:
         self._inside = inside | {self._pid}
         with self._search as is_due:
             if is_due:
-                children = {pid for pid in psutil.pids() if parent_of(pid) in self._inside}
-                suspects |= children - inside
+                family, parents = {*self._inside}, {pid: parent_of(pid) for pid in psutil.pids()}
+                while new := {pid for pid in parents if parents[pid] in family} - family:
+                    family |= new
+                suspects |= family - inside
         for pid in suspects:
-            if where := has_left_for(pid, cgroup.path):
+            if where := outside(pid, cgroup.path):
                 name = "a process"
                 with suppress(OSError):
                     name = command_of(pid, "comm")
