@@ -19,7 +19,7 @@ from ran_commands import make_command, settings_of
 
 from weighin.result import Mark
 from weighin.run.commands import CommandSpec
-from weighin.run.output import Relay
+from weighin.run.output import Relay, _Channel
 
 NOTHING = "[^\\s\\S]"  # a search that finds nothing
 PASSED_ON = """
@@ -168,6 +168,21 @@ def test_a_command_is_told_when_its_terminal_changes_its_size() -> None:
     shown = terminal.read()
     terminal.close()
     assert shown == b"wait\r\n(90, 40)\r\n"
+
+
+def test_a_terminal_that_is_closed_meanwhile_is_not_resized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal()
+    channel, real = _Channel(terminal.descriptor), fcntl.ioctl
+
+    def closing(*given: Any) -> Any:
+        channel.close()  # as the relay's thread does
+        return real(*given)
+
+    monkeypatch.setattr(fcntl, "ioctl", closing)
+    assert not channel.resize()
+    terminal.close()
 
 
 def test_the_command_is_ready_when_a_line_says_so_that_does_not_end(tmp_path: Path) -> None:

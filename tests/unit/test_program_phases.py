@@ -16,8 +16,8 @@ from weighin.cell import Cell
 from weighin.phase_reporter import Connection, Reporter
 from weighin.probes.cgroup import Cgroup, Counters
 from weighin.program_phases import VARIABLE
-from weighin.result import OURS, Phase, Track
-from weighin.run.listener import Listener
+from weighin.result import OURS, Memory, Phase, Track
+from weighin.run.listener import Begin, Listener, Reported, Told
 from weighin.run.measure import Spec, Watch
 from weighin.units import MIB
 
@@ -304,6 +304,15 @@ def test_names_are_made_safe(listener: PhaseListener, name: object, recorded: st
     assert names(phases) == [recorded]
     said = [text for text in listener.warnings if f" as {recorded!r}: a name has" in text]
     assert len(said) == (recorded != str(name))
+
+
+def test_three_changed_names_are_told_beside_other_warnings() -> None:
+    reported, none = Reported(told=Told(notes=["a", "b", "c"])), Memory(0, 0, 0, 0, 0)
+    for name in ("\u00e9a", "\u00e9a", "\u00e9b", "\u00e9c", "\u00e9d"):
+        begun = Begin(1, 0, (0, 0), 0, none, name, resets=True)
+        reported.begin(begun, Counters(), resets_group=True)
+    said = [text.split("'")[1] for text in reported.told.notes if "is recorded as" in text]
+    assert said == ["\u00e9a", "\u00e9b", "\u00e9c"]
 
 
 def test_a_loop_of_phases_keeps_the_first_thousand_and_the_highest(listener: PhaseListener) -> None:

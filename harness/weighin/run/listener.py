@@ -155,6 +155,7 @@ class Reported:
     before: Counters = field(default_factory=Counters)  # at the end of a worker's last phase
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
+    _renamed: set[str] = field(default_factory=set)  # their own names
     open: dict[int, _Open] = field(default_factory=dict)  # a program's phases, by number
     _resets_group: bool = True
 
@@ -227,7 +228,8 @@ class Reported:
             self._close(before, now)
         self._read(begun, now)
         was, begun.name = one_line(begun.name, 2 * _LONGEST_NAME), _cleaned(begun.name)
-        if begun.name != was and len(self.told.notes) < _MOST_RENAMED:
+        if begun.name != was and len(self._renamed) < _MOST_RENAMED:
+            self._renamed.add(was)
             self.note(
                 f"has a phase {was!r} that is recorded as {begun.name!r}: a name has at most 64 letters,"
                 " digits, spaces and _ . + / ( ) -, and is not that of one of weighin's own phases"
@@ -352,6 +354,7 @@ class Listener:
         if self._thread:
             self._wake.send(b"\0")
             self._thread.join()
+        # Before the cgroup is removed, whose counters are read:
         for reported in self.by_process.values():
             reported.close(self._counters if reported.is_main else Counters)
         for each in (*self._connections, self._server, self._woken, self._wake):

@@ -412,6 +412,7 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
     if size <= 0:
         yield 0
         return
+    # It changes no figure of memory.
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) as area:
         page_cache.ask_for_huge_pages(area, 0, size)
         start = ctypes.c_char.from_buffer(area)

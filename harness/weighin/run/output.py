@@ -53,7 +53,7 @@ class _Channel:
         """Give the pseudo-terminal the real terminal's size; return whether this changes its size."""
         if not self.is_terminal or self.source.closed:
             return False
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # its thread has just closed the source
             size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, _NO_SIZE)
             if size != fcntl.ioctl(self.source, termios.TIOCGWINSZ, _NO_SIZE):
                 fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
