@@ -29,6 +29,15 @@ def facts(**changes: Any) -> Evidence:
     return Evidence(**(known | changes))
 
 
+def test_a_command_of_which_a_part_left_is_not_measured() -> None:
+    outcome, message = judge(facts(ended=Exit(0), oom_kills=0, escape="x (pid 1) left the cgroup"))
+    assert outcome == "measurement_failed"
+    assert message == (
+        "x (pid 1) left the cgroup, so the figures are of a part of it and its limit is not valid"
+        " (--isolation process measures all processes); it ended with ok"
+    )
+
+
 @pytest.mark.parametrize(
     ("limit_of", "limit_bytes", "words"),
     [

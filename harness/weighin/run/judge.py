@@ -90,14 +90,14 @@ def judge(end: Evidence) -> _Judged:
     is_load = end.cell.operation != "command"
     outcome, why = _of_load(end) if is_load else _of_command(end)
     if end.escape:
-        now, because = (
-            Outcome.STRATEGY_FAILED,
-            f"{end.escape}, so its figures and its limit are not valid",
-        )
+        now, what = Outcome.STRATEGY_FAILED, "its figures and its limit are not valid"
         if not is_load:
             now = Outcome.MEASUREMENT_FAILED
-            because += " (--isolation process measures all processes)"
-        outcome, why = void(outcome, why, now, because)
+            what = (
+                "the figures are of a part of it and its limit is not valid (--isolation process"
+                " measures all processes)"
+            )
+        outcome, why = void(outcome, why, now, f"{end.escape}, so {what}")
     return void(outcome, why, *end.changed) if end.changed else (outcome, why)
 
 
