@@ -21,17 +21,19 @@ _SIZES: Final = {"": 1, "b": 1} | {
 _DECIMAL: Final = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
 _DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
 _LEAST_BYTES_PER_S: Final = 100_000  # a user who types less has usually forgotten the unit MB/s
-_TEXT: Final = r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*"
+_TEXT: Final = r"\s*(?P<number>\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})\s*(?P<unit>[A-Za-z]*)\s*"
 
 
-def _parse(text: str, factors: Mapping[str, int], kind: str, least: str, examples: str) -> int:
-    match = re.fullmatch(_TEXT, text)
+def _parse(
+    text: str, factors: Mapping[str, int], kind: str, least: str, examples: str, suffix: str = ""
+) -> int:
+    match = re.fullmatch(_TEXT, text.rstrip().removesuffix(suffix))
     factor = factors.get(match["unit"].lower()) if match else None
     repair = f"write a {kind} such as {examples}"
     if match is None or factor is None:
         raise ConfigError(f"cannot read {text!r} as a {kind}", repair)
-    number = match["number"]
-    value = round((float if "." in number else int)(number) * factor)
+    whole, _, part = match["number"].partition(".")
+    value: int = round(int(whole + part) * factor, -len(part)) // 10 ** len(part)  # exact
     if value < 1:
         raise ConfigError(f"{text!r} is less than one {least}", repair)
     return value
@@ -96,7 +98,7 @@ def format_latency(nanoseconds: int) -> str:
 def parse_rate(text: str) -> int:
     """Return the rate in ``text`` in bytes per second: "200MB/s", "100MiB", where MB is 1000**2."""
     size, examples = text.strip().removesuffix("/s"), "200MB/s, 1.5GB/s or 100MiB/s"
-    rate = _parse(size, _SIZES | _DECIMAL, "rate", "byte per second", examples)
+    rate = _parse(text, _SIZES | _DECIMAL, "rate", "byte per second", examples, "/s")
     if rate < _LEAST_BYTES_PER_S:
         raise ConfigError(
             f"{text!r} is too slow: every disk reads faster",

@@ -37,10 +37,11 @@ def test_a_rate_without_a_unit_is_refused_with_the_likely_one() -> None:
     assert caught.value.repair == "did you mean 200MB/s?"
 
 
-def test_a_text_that_is_no_rate_is_refused_with_examples() -> None:
+@pytest.mark.parametrize("text", ["fast", "xx/s", "/s"])
+def test_a_text_that_is_no_rate_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_rate("fast")
-    assert caught.value.message == "cannot read 'fast' as a rate"
+        parse_rate(text)
+    assert caught.value.message == f"cannot read {text!r} as a rate"
     assert caught.value.repair == "write a rate such as 200MB/s, 1.5GB/s or 100MiB/s"
 
 

@@ -97,13 +97,23 @@ def test_a_rounded_size_is_parsed_back_within_its_rounding(size: int, digits: in
 
 @pytest.mark.parametrize(
     ("text", "nanoseconds"),
-    [("2.5 s", 2_500_000_000), ("150ms", 150_000_000), ("3 min", 180_000_000_000), (".1s", 10**8)],
+    [
+        ("2.5 s", 2_500_000_000),
+        ("150ms", 150_000_000),
+        ("3 min", 180_000_000_000),
+        (".1s", 10**8),
+        ("123456789.123456789s", 123_456_789_123_456_789),
+        ("1.0000000005 s", 10**9),  # half to even
+        ("999999999999999999.999999999999999999 min", 60_000_000_000 * 10**18),
+    ],
 )
 def test_what_a_text_is_in_nanoseconds(text: str, nanoseconds: int) -> None:
     assert parse_seconds(text) == nanoseconds
 
 
-@pytest.mark.parametrize("text", ["", "s", "2", "2 h", "-1 s", "1e3 s", "two s"])
+@pytest.mark.parametrize(
+    "text", ["", "s", "2", "2 h", "-1 s", "1e3 s", "two s", f"{'9' * 309}.0 s"]
+)
 def test_a_text_that_is_no_duration(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_seconds(text)
