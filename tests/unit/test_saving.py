@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
 from weighin.worker.loading import WrongWeights, import_strategy
-from weighin.worker.saving import check, files_in, sizes, sync
+from weighin.worker.saving import WorkerSave, check, files_in, sizes, sync
 
 CPU = torch.float32
 
@@ -198,6 +198,12 @@ def test_a_disk_without_room_is_told_before_anything_is_written(cache: Path) -> 
     assert message.startswith("a save needs ")
     assert message.endswith(f" are free in {cache}/saving")
     assert repair == "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..."
+
+
+def test_a_strategy_cannot_assign_to_its_job(tmp_path: Path) -> None:
+    job = WorkerSave(nn.Linear(1, 1), tmp_path, "safetensors", {}, lambda _: nullcontext())
+    with pytest.raises(FrozenInstanceError):
+        job.format = "pytorch"  # type: ignore[misc]
 
 
 def test_files_that_are_memory_are_warned_of(

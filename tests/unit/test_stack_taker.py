@@ -103,5 +103,5 @@ def test_an_answer_of_another_kind_ends_nothing(
     taker = StackTaker(lambda: [os.getpid()])
     look(taker, 1, 100 * MIB)
     assert taker.why.startswith("the answer of py-spy cannot be read: TypeError")
-    assert taker.frozen_ns >= 0
+    assert taker.frozen_ns > 0
     look(taker, 2, 200 * MIB)

@@ -160,7 +160,8 @@ class StackTaker:
                 if options or "Failed to suspend" not in why:
                     self._note_failure(pid, why)
                     break
-        self._read_s = time.monotonic()
+            finally:
+                self._read_s = time.monotonic()
         return found
 
     def _note_failure(self, pid: int, error: str) -> None:

@@ -1,8 +1,12 @@
 """Load the model that a worker saves, before its baseline; sync the saved files, and verify them."""
 
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +18,17 @@ from weighin.strategy import Load
 from weighin.stream import formats
 from weighin.stream.model import load_streaming
 from weighin.worker.loading import WrongWeights, complain, wanted_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSave:
+    """The implementation of ``weighin.strategy.Save`` in the measured process."""
+
+    model: torch.nn.Module
+    target: Path
+    format: str
+    options: Mapping[str, Any]
+    phase: Callable[[str], AbstractContextManager[None]]
 
 
 def load_model(job: Load) -> torch.nn.Module:

@@ -5,7 +5,6 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,14 +111,9 @@ class Worker:
         from weighin.worker import saving
 
         marks, load, cell = self.marks, self.argument, self.job.cell
-        argument = SimpleNamespace(  # a ``weighin.strategy.Save``
-            model=self.model,
-            target=(target := Path(self.job.target)),
-            format=cell.format,
-            options=cell.options,
-            phase=load.phase,
-        )
-        self._run_strategy(argument)
+        target = Path(self.job.target)
+        save = saving.WorkerSave(self.model, target, cell.format, cell.options, load.phase)
+        self._run_strategy(save)
         if not saving.files_in(target):
             raise NoResult("save() left no file in job.target")
         marks.restart()
