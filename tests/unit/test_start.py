@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.probes import environment, gpu_memory
 from weighin.settings.definition import Settings, check_suite
+from weighin.stream import torch_files
 from weighin.units import GIB
 
 LOAD = '"""Load."""\nDEVICES = ("cpu",)\n\ndef load(job): ...\n'
@@ -137,8 +139,8 @@ def test_a_run_is_named_after_its_time_and_its_models(
     assert (run.folder.parent, rest) == (Path("results"), name)
 
 
-def training(key: str, **options: Any) -> Run:
-    strategy = {"name": "streaming", "options": {"key": key}}
+def training(key: str, name: str = "streaming", **options: Any) -> Run:
+    strategy = {"name": name, "options": {"key": key}}
     torch.save({"model": torch.nn.Linear(4, 4).state_dict(), "epoch": 1}, "train.pt")
     return started(strategies=[strategy], checkpoint=Path("train.pt"), key="model", **options)
 
@@ -158,6 +160,14 @@ def test_a_strategy_that_selects_other_weights_than_the_run_starts_nothing(here:
         " safetensors\nleave --format out, or leave the strategy out"
     )
     assert not (here / "run").exists()
+
+
+def test_repeats_do_not_read_the_checkpoint_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_files, "read", read := Mock(wraps=torch_files.read))
+    training("model", "baseline", folder="once")
+    once = read.call_count
+    training("model", "baseline", folder="often", repeats=5)
+    assert read.call_count == 2 * once > 0
 
 
 def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:

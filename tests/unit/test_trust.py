@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from weighin.plan.task import Progress, Run
 from weighin.probes import environment
 from weighin.run import runner
 from weighin.settings.definition import check_suite
+from weighin.suite import registry
 from weighin.units import GIB
 
 LOAD = '"""Load."""\n\ndef load(job): ...\n'
@@ -113,6 +115,14 @@ def test_a_function_of_our_package_that_is_no_model_is_foreign(builder: str) -> 
     forge(lambda plan: plan["cells"][0]["model"].update(builder=builder))
     with pytest.raises(ConfigError, match=f"builder {re.escape(builder)} with"):
         resume(Path("run"))
+
+
+def test_each_file_of_a_model_is_read_once_for_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(repeats=3)
+    forge(lambda plan: plan.update(note="changed"))
+    monkeypatch.setattr(registry, "read_model", read := Mock(wraps=registry.read_model))
+    assert len(resume(Path("run")).planned) == 3
+    assert read.call_count == len(registry.models())
 
 
 def own_run(**options: Any) -> Run:

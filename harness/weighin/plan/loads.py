@@ -15,6 +15,7 @@ from weighin.plan.task import Node, Planned, check_machines, choose
 from weighin.settings.definition import Settings
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import remembering
 from weighin.stream.pretrained_folder import adapter_of, code_of, folder_library
 from weighin.stream.pretrained_library import Selection
 from weighin.suite import chosen_models, registry
@@ -49,12 +50,16 @@ def plan(
         dtypes=chosen.dtypes,
         own_formats=chosen.own_formats,
     )
-    planned = [_of_this_run(each, checkpoint, chosen.selection, nodes) for each in planned]
+    with remembering():  # each repeat asks for the same checkpoint
+        planned = [_of_this_run(each, checkpoint, chosen.selection, nodes) for each in planned]
     _check_any_runs(planned)
     for name in (name for variables in settings.environment for name in preloaded(variables)):
-        if not (Path(name).is_absolute() and Path(name).is_file()):
-            raise ConfigError(  # for which the dynamic linker only prints a line
-                f"LD_PRELOAD: there is no file {name}",
+        # In both cases, the dynamic linker would at most print a line.
+        wrong = "" if Path(name).is_file() else f"there is no file {name}"
+        wrong = wrong if Path(name).is_absolute() else f"{name!r} is not an absolute path"
+        if wrong:
+            raise ConfigError(
+                f"LD_PRELOAD: {wrong}",
                 "install the library, or write its whole path: `ldconfig -p` lists this machine's",
             )
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]

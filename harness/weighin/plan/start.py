@@ -194,8 +194,9 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
         from weighin.stream.pretrained_folder import adapter_of, code_of
         from weighin.suite import registry
 
+        ours = registry.builders()
         for cell in cells:
-            if not registry.is_known(builder := cell.model.builder):
+            if (builder := cell.model.builder) not in ours:
                 kwargs = one_line(json.dumps(cell.model.kwargs, default=str), _VALUE_LENGTH)
                 found += [("builder", f"{builder} with {kwargs}")]
                 found += [("folder of modules", path) for path in settings.python_path]

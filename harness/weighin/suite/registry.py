@@ -318,9 +318,9 @@ def read_model(path: Path) -> ModelSpec:
     return ModelSpec(content["name"], content["builder"], content.get("kwargs", {}))
 
 
-def is_known(builder: str) -> bool:
-    """Tell whether a builder is that of one of weighin's models, and so no code of others."""
-    return builder in {SYNTHESISED, *(read_model(path).builder for path in models().values())}
+def builders() -> set[str]:
+    """Return the builders of weighin's models, which are no code of others."""
+    return {SYNTHESISED, *(read_model(path).builder for path in models().values())}
 
 
 def model(
