@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from weighin.cli.app import app
 from weighin.errors import CheckpointError
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.predict.tables import ONE_AFTER_THE_OTHER, TOGETHER, combined, strategies_for
-from weighin.settings.definition import Settings
+from weighin.settings.definition import Settings, SuiteStrategy
 from weighin.stream import pipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -140,8 +141,14 @@ def test_a_part_without_a_prediction_leaves_the_pipeline_without_one() -> None:
 
 
 def test_each_part_is_predicted_with_the_loader_of_its_own_library() -> None:
-    assert strategies_for(["streaming", "transformers"], "diffusers") == ["streaming", "diffusers"]
-    assert strategies_for(["diffusers", "transformers"], "transformers") == ["transformers"]
+    streaming, transformers, diffusers = (
+        SuiteStrategy(name=name, options={"disable_mmap": name})
+        for name in ("streaming", "transformers", "diffusers")
+    )
+    plain = SuiteStrategy(name="diffusers")
+    assert strategies_for([streaming, transformers], "diffusers") == [streaming, plain]
+    assert strategies_for([diffusers, transformers], "transformers") == [transformers]
+    assert strategies_for([streaming, transformers], "") == [streaming, transformers]
 
 
 @pytest.mark.parametrize("model", ['"pipe line"', '["pipe line"]'])
@@ -162,3 +169,31 @@ def test_the_strategies_of_a_file_are_those_of_each_parts_library_too(
     assert asked == {"unet, ": ["diffusers", "streaming"], "vae, ": ["diffusers", "streaming"]}
     run("predict", "pipe line", "--strategies", "streaming")
     assert asked == {"unet, ": ["streaming"], "vae, ": ["streaming"]}
+
+
+@pytest.mark.parametrize("verb", ["predict", "recommend"])
+def test_a_suites_pipeline_keeps_its_settings(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    asked: list[Settings] = []
+
+    def take(_: object, settings: Settings, *_prefix: str) -> NoReturn:
+        asked.append(settings)
+        raise CheckpointError("enough")
+
+    name = {"predict": "predict._predictions", "recommend": "recommend.question_of"}[verb]
+    monkeypatch.setattr(f"weighin.cli.{name}", take)
+    monkeypatch.chdir(tmp_path)
+    about = f"folder: {json.dumps(str(folder))}, name: mine, dtype: bf16, adapter: lora"
+    entry = f"models: [{{{about}}}]\nstrategies: [{{name: streaming, options: {{threads: 2}}}}]\n"
+    if verb == "predict":
+        Path("suite.yaml").write_text(entry)
+        assert run(verb, "--suite", "suite.yaml") == "enough"
+        assert asked[0].strategies[0].options == {"threads": 2}
+    else:
+        table = about.replace(": ", " = ").replace("= mine", "= 'mine'")
+        table = table.replace("= bf16", "= 'bf16'").replace("= lora", "= 'lora'")
+        Path("pyproject.toml").write_text(f"[tool.weighin]\nmodel = [{{{table}}}]\n")
+        assert run(verb) == "enough"
+    [model] = asked[0].models
+    assert (model.source, model.dtype, model.adapter) == (str(folder / "unet"), "bfloat16", "lora")

@@ -310,6 +310,12 @@ def pipeline(
     return path, {part.name: part.path for part in parts}
 
 
+def of_part(settings: "Settings", folder: Path) -> "Settings":
+    """Return the settings of a pipeline with one of its parts as the model."""
+    names = {"name": str(folder), "folder": "", "builder": ""}
+    return settings.model_copy(update={"models": [settings.models[0].model_copy(update=names)]})
+
+
 def names(text: str) -> list[str]:
     """Split a text at its commas."""
     return [name.strip() for name in text.split(",") if name.strip()]

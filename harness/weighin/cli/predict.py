@@ -40,21 +40,18 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
     parts loaded together, and of all parts loaded one after the other.
     """
     from weighin.predict import tables
-    from weighin.settings.definition import SuiteModel, SuiteStrategy
     from weighin.suite.registry import library_at
 
     settings = _options.read(context, {"uses": ["none"]})
     if found := _options.pipeline(context, settings):
         path, folders = found
-        is_named = "strategies" in settings.model_fields_set
-        names = [each.name for each in settings.strategies] if is_named else []
         parts = {}
         for part, folder in folders.items():
-            chosen = tables.strategies_for(names, library_at(folder))
-            own: dict[str, Any] = {"models": [SuiteModel(name=str(folder))]}
-            if chosen:
-                own["strategies"] = [SuiteStrategy(name=name) for name in chosen]
-            parts[part] = _predictions(context, settings.model_copy(update=own), f"{part}, ")
+            own = _options.of_part(settings, folder)
+            if "strategies" in settings.model_fields_set:
+                chosen = tables.strategies_for(settings.strategies, library_at(folder))
+                own = own.model_copy(update={"strategies": chosen})
+            parts[part] = _predictions(context, own, f"{part}, ")
         predictions = [each for of_part in parts.values() for each in of_part]
     else:
         predictions = _predictions(context, settings)

@@ -53,16 +53,13 @@ def recommend(context: click.Context, typed: dict[str, Any]) -> None:
     the other.
     """
     from weighin.recommend import answer
-    from weighin.settings.definition import SuiteModel
 
     best: object
     settings = _options.read(context, {"uses": ["none"]})
     if found := _options.pipeline(context, settings):
         path, folders = found
         questions = {
-            name: question_of(
-                context, settings.model_copy(update={"models": [SuiteModel(name=str(part))]})
-            )
+            name: question_of(context, _options.of_part(settings, part))
             for name, part in folders.items()
         }
         with _console.working("starting") as show:

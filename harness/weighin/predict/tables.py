@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from weighin.predict.prediction import Peaks, Prediction
+from weighin.settings.definition import SuiteStrategy
 from weighin.show.table import Column, Entry, Lines, Table
 from weighin.stream.pretrained_library import LIBRARIES
 from weighin.units import GIB, MIB, format_bytes
@@ -171,13 +172,15 @@ class Combined(Peaks):
     cannot: str = ""
 
 
-def strategies_for(names: Sequence[str], library: str) -> list[str]:
-    """Return the strategies for one part of a pipeline, from the ``names`` that a user asked for.
+def strategies_for(asked: Sequence[SuiteStrategy], library: str) -> list[SuiteStrategy]:
+    """Return the strategies for one part of a pipeline, from those that a user ``asked`` for.
 
     If ``library`` is not empty, it replaces each strategy that is a library's own loader.
     """
-    loaders = {each.name for each in LIBRARIES}
-    return list(dict.fromkeys(library if name in loaders and library else name for name in names))
+    loaders = {each.name for each in LIBRARIES if library}
+    own = next((each for each in asked if each.name == library), SuiteStrategy(name=library))
+    found = [own if each.name in loaders else each for each in asked]
+    return [each for index, each in enumerate(found) if each not in found[:index]]
 
 
 def combined(parts: Mapping[str, Sequence[Prediction]]) -> list[Combined]:
