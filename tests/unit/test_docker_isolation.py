@@ -3,11 +3,13 @@
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from docker.errors import NotFound
 from recorded_engine import CONTAINER, Answer, RecordedEngine, playing
 from scripts import JOB
 
@@ -16,7 +18,7 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import cgroup, select
 from weighin.isolation import docker as docker_isolation
 from weighin.isolation.base import Streams
-from weighin.isolation.docker import DockerIsolation
+from weighin.isolation.docker import DockerIsolation, DockerStarted
 from weighin.probes.cgroup import LOCK_VARIABLE, this_process
 from weighin.units import MIB
 
@@ -92,6 +94,23 @@ def test_a_container_whose_first_process_ends_at_once(engine: RecordedEngine) ->
     with pytest.raises(IsolationUnavailable, match=r"weighin's shell.* did not start"):
         start()
     engine.attached().close()
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("page not found", pytest.raises(IsolationUnavailable, match="cannot limit a container")),
+        ("No such container: ID", pytest.raises(NotFound, match="No such container")),
+    ],
+)
+def test_an_engine_that_answers_a_limit_with_404(
+    engine: RecordedEngine, message: str, expected: AbstractContextManager[object]
+) -> None:
+    engine.says("POST /containers/ID/update", Answer(404, {"message": message}))
+    started = object.__new__(DockerStarted)
+    started._client, started._container = docker_isolation.connect(), CONTAINER
+    with expected:
+        started._limit(64 * MIB)
 
 
 def test_the_empty_image_is_made_where_it_is_missing(engine: RecordedEngine) -> None:

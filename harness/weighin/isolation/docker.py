@@ -273,8 +273,10 @@ class DockerStarted(Running):
             self._client.update_container(
                 self._container, mem_limit=limit_bytes, memswap_limit=limit_bytes
             )
-        except NotFound:  # no such call
-            raise IsolationUnavailable(*_NO_UPDATE) from None
+        except NotFound as error:
+            if "no such container" in first_line(error).lower():  # it was removed meanwhile
+                raise
+            raise IsolationUnavailable(*_NO_UPDATE) from None  # no such call
 
     def _find_group(self) -> Path:
         first = int(self._client.inspect_container(self._container)["State"]["Pid"])
