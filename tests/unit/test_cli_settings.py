@@ -272,6 +272,12 @@ def test_a_setting_that_is_typed_twice_is_refused(here: Path) -> None:
     assert "--ram and --set ram" in refused("bench", "gpt2-tiny", "--set", "ram=8g", "--ram", "4g")
 
 
+@pytest.mark.parametrize("name", ["my.var", "BASH_FUNC_f%%"])
+def test_a_command_may_have_a_variable_of_any_name(asked: Measured, name: str) -> None:
+    settings, _ = asked("run", "--env", f"{name}=1", "--", "true")
+    assert settings.commands[0].environment == {name: "1"}
+
+
 @pytest.mark.parametrize(("typed", "stacks"), [(["--stacks"], True), ([], False)])
 def test_typed_stacks_are_read_in_repeats_too(
     asked: Measured, typed: list[str], *, stacks: bool
@@ -285,6 +291,7 @@ def test_typed_stacks_are_read_in_repeats_too(
     [
         (["inspect", "gpt2-tiny", "--set", "ram=8g"], "--set ram"),
         (["convert", "m.pt", "m.safetensors", "--set", "dtype=bf16"], "--set dtype"),
+        (["convert", "m.pt", "m.safetensors", "--set", "kwargs.a=1"], "--set kwargs"),
         (["predict", "gpt2-tiny", "--set", "timeout_s=5"], "--set timeout_s"),
         (["recommend", "gpt2-tiny", "--set", "strategies=baseline"], "--set strategies"),
         (["floor", "gpt2-tiny", "--set", "passes=2"], "--set passes"),
@@ -299,6 +306,19 @@ def test_a_key_without_an_effect_on_the_verb_is_refused(
 def test_a_key_of_the_other_kind_of_suite_is_an_error_in_a_file(here: Path) -> None:
     (here / "suite.yaml").write_text("models: [gpt2-tiny]\nstacks: true\n")
     assert "it has no effect on a model" in refused("predict", "--suite", "suite.yaml")
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        ("bench --mount", "mounts"),
+        ("bench --class", "model_class"),
+        ("bench --label", "labels.NAME"),
+        ("run --grace", "grace_s"),
+    ],
+)
+def test_a_former_option_is_told_as_the_key_to_set(here: Path, typed: str, key: str) -> None:
+    assert f"set the key of a suite: --set {key}=VALUE" in refused(*typed.split(), "x")
 
 
 @pytest.mark.parametrize("verb", ["predict", "floor"])

@@ -84,6 +84,14 @@ def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("description: 2026-13-01", "month must be in 1..12"), ("[" * 3000, "too many nested values")],
+)
+def test_a_value_that_is_no_fault_of_yaml(tmp_path: Path, text: str, what: str) -> None:
+    assert complaint(read_suite, written(tmp_path, text)) == f"FILE: {what}"
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xff\xfe\x00x")

@@ -21,6 +21,8 @@ HOW: Final = "How to measure"
 WRITE: Final = "Where to write"
 OTHER: Final = "Options"
 PATH: Final = click.Path(path_type=Path)
+_FORMER: Final = {"class": "model_class", "grace": "grace_s", "label": "labels", "mount": "mounts"}
+"""Options of earlier versions whose setting has another name."""
 _PATHS: Final = ("FILE", "FOLDER", "RUN", "RUNS", "SOURCE", "TARGET")
 _BESIDE_WIDTH: Final = 70
 """In a terminal with fewer columns than this, the definition of a long term is below the term."""
@@ -174,6 +176,7 @@ class Verb(click.Command):
 
             typed, verb = error.option_name, str(self.name)
             key = typed.lstrip("-").replace("-", "_")
+            key = _FORMER.get(key, key)
             for name, _, option in definition.options():  # --env of another verb is environment
                 if typed in definition.names_of(name, option):
                     key = name.rpartition(".")[2]

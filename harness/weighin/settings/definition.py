@@ -125,12 +125,12 @@ def _parsed(parse: Callable[[str], Any], text: str) -> Any:
         raise ValueError(error.message, error.repair) from None
 
 
-def _as_environment(taken: str, value: object, info: ValidationInfo) -> object:
-    """Read variables; ``taken`` matches the names of those that weighin sets itself."""
+def _as_environment(right: str, taken: str, value: object, info: ValidationInfo) -> object:
+    """Read variables; ``right`` matches a name, and ``taken`` those that weighin sets itself."""
     if info.context == IN_PLAN or not isinstance(value, dict):
         return value
     for name in value:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        if not isinstance(name, str) or not re.fullmatch(right, name):
             raise ValueError(
                 f"{name!r} is not the name of a variable",
                 "write the variables as in {MALLOC_ARENA_MAX: 2}",
@@ -176,9 +176,9 @@ def _check_pattern(pattern: str) -> str:
 
 def _check_limits(value: Any, info: ValidationInfo) -> Any:
     # The CPU build of torch takes more than 100 MiB.
-    least, who = (64 * MIB, "`import torch` alone")
+    least, who, more = 64 * MIB, "`import torch` alone", " plus the size of what is loaded"
     if info.data.get("commands"):
-        least, who = MIB, "any program"
+        least, who, more = MIB, "any program", ""
     for limit in _as_list(value):
         if limit is not None and limit < least:
             raise ValueError(
@@ -186,7 +186,7 @@ def _check_limits(value: Any, info: ValidationInfo) -> Any:
                 # Below 1 KiB, the size often lacks its unit.
                 f"did you mean {limit}g?"
                 if limit < 1024
-                else f"give at least {format_exact(least)} plus the size of what is loaded",
+                else f"give at least {format_exact(least)}{more}",
             )
     return value
 
@@ -246,7 +246,9 @@ _HTTP = _checked(
 _PATTERN = AfterValidator(_check_pattern)
 _OF_LOAD = r"PYTHONPATH|PYTHONDONTWRITEBYTECODE|HOME|WEIGHIN_.*"
 _Variable = Annotated[str, _checked(lambda text: "\0" not in text, "text", "leave the NUL out")]
-_Environment = Annotated[dict[str, _Variable], BeforeValidator(partial(_as_environment, _OF_LOAD))]
+_Environment = Annotated[
+    dict[str, _Variable], BeforeValidator(partial(_as_environment, r"[A-Za-z_]\w*", _OF_LOAD))
+]
 _Path = Annotated[Path, PlainSerializer(str)]
 _Texts = Annotated[list[str], BeforeValidator(_as_list)]
 _Names = Annotated[list[str], BeforeValidator(_listed)]
@@ -282,14 +284,16 @@ class Strict(BaseModel):
         keys = cls.keys(info.context)
         unknown = [key for key in map(str, content) if key not in keys]
         missing = [key for key, is_needed in keys.items() if is_needed and key not in content]
+        if not (unknown or missing):
+            return content
         # An unknown key comes first: often it is a misspelling of the key that is missing.
-        for key in [*unknown, *missing]:
-            message, near = ("unknown key", key) if unknown else ("missing", "")
-            if unknown and any(key in cls.keys(kind) for kind in _KINDS):
-                message, near = f"it has no effect on {info.context}", ""
-            about = {"key": key, "repair": UnknownName("key", near, keys).repair}
-            raise PydanticCustomError("key", message, about)
-        return content
+        key, near, message = [*unknown, *missing][0], "", "missing"
+        if unknown and any(key in cls.keys(kind) for kind in _KINDS):
+            message = f"it has no effect on {info.context}"
+        elif unknown:
+            near, message = key, "unknown key"
+        about = {"key": key, "repair": UnknownName("key", near, keys).repair}
+        raise PydanticCustomError("key", message, about)
 
 
 class SuiteStrategy(Strict):
@@ -364,7 +368,7 @@ class SuiteCommand(Strict):
     """Mark each line of output that matches this regular expression on the timeline."""
     environment: Annotated[
         dict[str, _Variable],
-        BeforeValidator(partial(_as_environment, "")),
+        BeforeValidator(partial(_as_environment, r"[^=\0]+", "")),
         Option(HOW, "run floor", "NAME=VALUE", ("--env",), is_repeatable=True),
     ] = {}
     """Environment variables of the command: OMP_NUM_THREADS=1."""
@@ -603,11 +607,14 @@ def used_by(verb: str, kind: str = MODELS) -> set[str]:
         return keys - _OF_A_MEASUREMENT
     if verb in ("bench", "run"):
         return keys
-    typed = {
-        key for key, _, _ in options()
-    }  # without such an option, a verb uses files' keys alone
+    # Of the keys that are no option of any verb, these verbs use only those of a model.
+    typed = {key for key, _, _ in options()}
     own = {key for key, _, _ in options(verb)} | (Model.model_fields.keys() - typed)
-    return own | ({"environment", "seed"} if verb == "predict" else set())
+    if verb == "predict":
+        own |= {"environment", "seed"}
+    if verb == "convert":  # which builds no model
+        own.remove("kwargs")
+    return own
 
 
 def options(verb: str = "") -> Iterator[tuple[str, FieldInfo, Option]]:
@@ -655,6 +662,9 @@ def validate(
         message, repair = "empty", "write at least one value, or leave the key out"
     else:
         message = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
+        # YAML reads 3, yes and 2026-01-01 as a number, as true and as a date.
+        if first["type"] == "string_type" and not isinstance(first["input"], list | dict):
+            repair = "write the value in quotes"
     raise ConfigError(f"{place(key) if callable(place) else f'{place}: {key}'}: {message}", repair)
 
 

@@ -45,9 +45,13 @@ def parse(text: str, place: str) -> Any:
     """Return the value of a YAML text; raise ConfigError that names its ``place``."""
     try:
         return bounded(yaml.load(text, _Loader))  # noqa: S506 (a safe one)
-    # The last two: a number or a date that Python does not accept, or more than ``bounded`` accepts.
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = one_line(getattr(error, "problem", None) or str(error))
         raise ConfigError(f"{place}{line}: not YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{place}: too many nested values") from None
+    # A number or a date that Python does not accept, or more than ``bounded`` accepts.
+    except ValueError as error:
+        raise ConfigError(f"{place}: {one_line(str(error))}") from None
