@@ -106,10 +106,8 @@ class Cell:
         """The name that all repeats of this cell share: the strategy, and a hash of the fields that do
         not have their default value. It stays the same when a later version of weighin adds a field.
         """
-        usual, names = (
-            Cell(ModelSpec("", ""), "", ""),
-            [each.name for each in dataclass_fields(self)],
-        )
+        usual = Cell(ModelSpec("", ""), "", "")
+        names = [each.name for each in dataclass_fields(self)]
         fields = {name: getattr(self, name) for name in names if name != "repeat"}
         fields = {n: value for n, value in fields.items() if value != getattr(usual, n)}
         fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}

@@ -87,10 +87,8 @@ class Mount:
         self.folder.mkdir()
         command = child_process.module("weighin.slow_disk")
         self._child = child_process.Child(command, child_process.environment())
-        self.pid, places = (
-            self._child.pid,
-            {"source": str(self._source), "folder": str(self.folder)},
-        )
+        self.pid = self._child.pid
+        places = {"source": str(self._source), "folder": str(self.folder)}
         self._child.send("mount", name=name, **places, pace=asdict(pace))
         self._device: int | None = None
         is_mounted = False

@@ -141,22 +141,22 @@ def _default(option: click.Option, value: object, folder: Path, place: str) -> o
             f"{place}: not a text, not a number, and not a list of texts or numbers",
             'write a value such as "8g", 3 or ["8g", "4g"]',
         )
-    name = "storage" if isinstance(option.type, click.Path) else option.name or ""
-    texts = [_located(str(item), name, folder) for item in items]
+    is_path, name = isinstance(option.type, click.Path), option.name or ""
+    texts = [_located(str(item), name, folder, is_path=is_path) for item in items]
     return texts if option.multiple else ",".join(texts)
 
 
-def _located(value: Any, name: str, folder: Path) -> Any:
+def _located(value: Any, name: str, folder: Path, *, is_path: bool = False) -> Any:
     """Return a path of the file, or each of a list, relative to the current folder; another value as
-    it is.
+    it is. Without ``is_path``, the name of the option or key decides.
     """
     if isinstance(value, list):
-        return [_located(each, name, folder) for each in value]
+        return [_located(each, name, folder, is_path=is_path) for each in value]
     if not isinstance(value, str) or folder == Path():
         return value
     start = "from:" if name == "models" and value.startswith("from:") else ""
     text = value.removeprefix(start)
-    is_path = name in ("checkpoint", "storage", "mounts", "adapter")
+    is_path = is_path or name in ("checkpoint", "storage", "mounts", "adapter")
     if name in ("strategies", "suite", "uses"):
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
     elif name == "models":

@@ -113,10 +113,8 @@ def junit(result: GateResult) -> str:
     about = {"name": "weighin check"} | {name: str(count) for name, count in counts.items()}
     suite = ET.SubElement(root, "testsuite", about)
     for line in result.lines:
-        names, text = (
-            {"classname": one_line(line.series), "name": one_line(line.what)},
-            describe(line),
-        )
+        names = {"classname": one_line(line.series), "name": one_line(line.what)}
+        text = describe(line)
         case = ET.SubElement(suite, "testcase", names, time="0")
         if line.fails:
             kind = line.verdict.replace(" ", "_")

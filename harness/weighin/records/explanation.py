@@ -478,12 +478,8 @@ def _copy_on_write(facts: Facts) -> Cause | None:
 
 def _held(facts: Facts) -> Cause | None:
     """What the kinds of memory, the kernel's log or the processes show, without a stack."""
-    held, shared, holder, first = (
-        facts.held_bytes,
-        facts.at_peak.shmem_bytes,
-        facts.holder,
-        facts.ran.pid,
-    )
+    held, shared = facts.held_bytes, facts.at_peak.shmem_bytes
+    holder, first = facts.holder, facts.ran.pid
     if held >= _LEAST_BYTES and shared >= held // 2:
         words = f"{size(shared)} of the memory is shared memory: files in /dev/shm or another tmpfs, or shared mappings."
         return Cause(

@@ -88,9 +88,8 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 
     charge = highest_charge(result)
     if lost_time and charge is not None and charge < min(limit, cell.ram_high_bytes or limit):
-        lost_time = (
-            False  # below its limit, pages are reclaimed because the whole machine lacks memory
-        )
+        # Below its limit, pages are reclaimed because the whole machine lacks memory.
+        lost_time = False
         most = format_bytes(charge, digits=2)
         said.insert(0, f"its memory never reached the limit: {most} at most")
     if lost_time and (is_ok or outcome is Outcome.TIMEOUT):
