@@ -93,6 +93,26 @@ def test_a_tensor_of_several_pieces_is_dequantised_as_a_whole(
     assert torch.equal(read(path, "weight").view(torch.int32), right.view(torch.int32))
 
 
+@pytest.mark.parametrize("pieces", [read_pieces, layout.rows], ids=["pieces", "one wide row"])
+def test_few_elements_are_dequantised_at_once_and_none_is_copied_again(
+    pieces: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package takes 20 bytes for each element, and to join small pieces takes ten times as long."""
+    kind, steps = gguf.GGMLQuantizationType.Q8_0, list[int]()
+    path = write(tmp_path / "m.gguf", {"weight": (codes(kind, 1, 200_000), kind)})
+    dequantize = gguf.quants.dequantize
+
+    def noting(data: Any, kind: Any) -> Any:
+        steps.append(data.size // 34 * 32)
+        return dequantize(data, kind)
+
+    monkeypatch.setattr(gguf.quants, "dequantize", noting)
+    monkeypatch.setattr(torch, "cat", None)
+    (where,) = formats.read(path)
+    assert sum(piece.numel() for piece in pieces(where)) == sum(steps) == 6_400_000
+    assert max(steps) == 64 * 1024
+
+
 def test_inspect_names_types_and_both_sizes_without_torch_and_the_package(tmp_path: Path) -> None:
     path = small(tmp_path / "m.gguf")
     blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'gguf', 'numpy')))\n"

@@ -31,7 +31,7 @@ def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
     elif where.encoding:
         from weighin.stream.gguf_files import decoded  # imports numpy
 
-        yield from cut(decoded(where))
+        yield from cut(decoded(where, PIECE_ELEMENTS))
     elif where.parts:
         yield from cut(_rows(where))
     elif where.contiguous:

@@ -77,8 +77,8 @@ _ALIGNMENT: Final = 32
 _COMFY: Final = "comfy.gguf.orig_shape."  # before a tensor's name: the shape in the model
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _CONVERT: Final = "convert the model to GGUF again with a current llama.cpp"
-# The package gguf takes 20 bytes for each element, and the heap keeps the memory of larger arrays.
-_FEW_ELEMENTS: Final = 32 * 1024
+_STEP_ELEMENTS: Final = 64 * 1024  # the package gguf takes 20 bytes for each of them
+_FEW_ELEMENTS: Final = 32 * 1024  # the heap keeps the memory of larger arrays after they are freed
 
 
 def is_file(path: Path) -> bool:
@@ -298,7 +298,7 @@ def rows(where: Slice) -> "Iterator[torch.Tensor]":
             yield piece.view(-1, columns)
 
 
-def decoded(where: Slice, piece_elements: int = _FEW_ELEMENTS) -> "Iterator[torch.Tensor]":
+def decoded(where: Slice, piece_elements: int) -> "Iterator[torch.Tensor]":
     """Yield the elements in order, as flat float32 tensors of at most ``piece_elements`` elements."""
     import numpy as np
     import torch
@@ -318,9 +318,14 @@ def decoded(where: Slice, piece_elements: int = _FEW_ELEMENTS) -> "Iterator[torc
             if len(content) < min(piece_bytes, where.storage_bytes - start):
                 what = "another program truncated the file while weighin read it"
                 raise CheckpointError(f"{where.file}: {what}", AGAIN)
-            if where.encoding:
-                with np.errstate(all="ignore"):  # a scale may be infinite
-                    values = quants.dequantize(np.frombuffer(content, np.uint8), kind)
-                yield torch.from_numpy(np.array(values, np.float32))
-            else:
+            if not where.encoding:
                 yield torch.frombuffer(bytearray(content), dtype=where.dtype).float()
+                continue
+            blocks = np.frombuffer(content, np.uint8).reshape(-1, size)
+            values = np.empty((len(blocks), block), np.float32)
+            step = _STEP_ELEMENTS // block
+            for first in range(0, len(blocks), step):
+                with np.errstate(all="ignore"):  # a scale may be infinite
+                    found = quants.dequantize(blocks[first : first + step].reshape(-1), kind)
+                values[first : first + step] = found.reshape(-1, block)
+            yield torch.from_numpy(values.reshape(-1))
