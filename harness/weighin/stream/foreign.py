@@ -99,11 +99,15 @@ def map_late(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterat
     If the disk answers the first reads late, as storage behind a network does, threads do the other
     reads at the same time. The iteration ends at the first error, in the order of the items.
     """
-    rest, start_s = iter(items), time.monotonic()
-    first = [function(item) for item in islice(rest, _FIRST_READS)]
-    is_late = time.monotonic() - start_s >= _LATE_S
-    yield from first
-    if not is_late:
+    rest, spent_s = iter(items), 0.0
+    for item in islice(rest, _FIRST_READS):
+        start_s = time.monotonic()
+        value = function(item)
+        spent_s += time.monotonic() - start_s
+        yield value
+        if spent_s >= _LATE_S:
+            break
+    if spent_s < _LATE_S:
         yield from map(function, rest)
         return
     # ``remembering`` holds in the threads, too.
