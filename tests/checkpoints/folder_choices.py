@@ -277,25 +277,25 @@ LAYOUTS: Final = [
                 {"mtp.fc.weight": next(iter(weight_map.values()))}
             )
         ),
-        notes=_noted("about 1 key"),
+        notes=_noted("in no shard: 1 key"),
     ),
     Layout(
         "an index that lacks a tensor of a shard",
         GROUP,
         _index(lambda _, weight_map: weight_map.pop("model.norm.weight")),
-        notes=_noted("about 1 key"),
+        notes=_noted("count, in 1 key"),
     ),
     Layout(
         "an index that names another shard of a tensor",
         GROUP,
         _index(_list_elsewhere),
-        notes=_noted("about 1 key"),
+        notes=_noted("count, in 1 key"),
     ),
     Layout(
         "a tensor in two shards, with equal values",
         GROUP,
         _index(_twice(0)),
-        notes=_noted("about 1 key"),
+        notes=_noted("count, in 1 key"),
     ),
     Layout(
         "a tensor in two shards, with different values",
@@ -315,7 +315,7 @@ LAYOUTS: Final = [
         GROUP,
         _index(_drop_tensor),
         refused("model.norm.weight", all_but("inspect")),
-        notes={"inspect": "1 key in no shard"},
+        notes={"inspect": "in no shard: 1 key"},
     ),
     Layout("weights that config.json names", GROUP, _named_weights("mine.safetensors")),
     Layout(

@@ -25,7 +25,7 @@ dict's names where ``weight_map`` differs from them.
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import chain, combinations
@@ -101,10 +101,9 @@ def read(path: Path, name: str, key: str = "") -> Checkpoint:
 def _shard_index(path: Path, name: str) -> Path | None:
     if path.is_dir():
         indexes = (path / index for index in SHARD_INDEXES.get(name, ()))
-    else:
-        pattern = rf".+\.{_ANY_INDEX.get(name)}\.index(\.[\w-]+)?\.json"
-        indexes = (path for _ in [0] if re.fullmatch(pattern, path.name))
-    return next((index for index in indexes if index.is_file()), None)
+        return next((index for index in indexes if index.is_file()), None)
+    is_index = re.fullmatch(rf".+\.{_ANY_INDEX.get(name)}\.index(\.[\w-]+)?\.json", path.name)
+    return path if is_index and path.is_file() else None
 
 
 def _file(index: Path, name: object, key: str, repair: str) -> Path:
@@ -155,7 +154,7 @@ def _read_shards(index: Path, fmt: str) -> Checkpoint:
         raise damaged(index, "no 'weight_map'", _SHARDS_AGAIN)
     read_shard = safetensors_files.read if fmt == "sharded" else torch_files.read
     places: dict[str, Slice] = {}
-    files, odd = [index], list[str]()
+    files, odd, notes = [index], dict[str, None](), list[str]()
     missing = f"add the missing file, or {_SHARDS_AGAIN}"
     for file, _, stored in _contents(index, weight_map, lambda one, _: read_shard(one), missing):
         files.append(file)
@@ -167,8 +166,7 @@ def _read_shards(index: Path, fmt: str) -> Checkpoint:
                 _check_equal(one, other)
             is_tied = fmt == "sharded" and one.name not in weight_map and one.offset in listed
             if other is not one or not (is_tied or weight_map.get(one.name) == file.name):
-                odd.append(one.name)
-    odd += [name for name in weight_map if name not in places]
+                odd[one.name] = None
     order = metadata.get(_ORDER) if isinstance(metadata, dict) else None
     if order is not None and not _names_all(order, places):
         what = f"{_ORDER} is not a list of the checkpoint's tensor names"
@@ -177,9 +175,15 @@ def _read_shards(index: Path, fmt: str) -> Checkpoint:
     found = Checkpoint(places[name] for name in names if name in places)
     found.files = tuple(files)
     if odd:
-        differ = f"{len({*odd})} key{'s' * (len({*odd}) > 1)} ({first_names(map(plain, dict.fromkeys(odd)))})"
-        found.notes = (f"{index}: contradicts its shards, which count, about {differ}",)
+        notes.append(f"{index}: contradicts its shards, which count, in {_keys(odd)}")
+    if absent := [name for name in weight_map if name not in places]:
+        notes.append(f"{index}: lists what is in no shard: {_keys(absent)}")
+    found.notes = tuple(notes)
     return found
+
+
+def _keys(names: Collection[str]) -> str:
+    return f"{len(names)} key{'s' * (len(names) > 1)} ({first_names(map(plain, names))})"
 
 
 def _check_equal(one: Slice, other: Slice) -> None:
