@@ -93,6 +93,9 @@ def pickled(*instructions: bytes) -> bytes:
     return b"\x80\x02" + b"".join(instructions) + b"."
 
 
+FLOATS = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\2NtQ"
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -108,6 +111,7 @@ def pickled(*instructions: bytes) -> bytes:
         (pickled(b"]K\x01K\x02s"), "list assignment index out of range"),
         (pickled(b"K\x01K\x02a"), "'int' object has no attribute 'append'"),
         (pickled(b"K\x01Q"), "a persistent id does not describe a storage"),
+        (pickled(FLOATS.replace(b"torch\nFloatStorage", b"posix\nsystem")), "a storage has the class posix.system, which was NOT executed"),
         (pickled(b"K\x01)R"), "the pickle calls an object that is not a function"),
         (pickled(b"]Nb"), "a state is set on a list"),
         (pickled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "torch._utils._rebuild_tensor_v2 has other arguments than torch.save writes"),
@@ -119,7 +123,6 @@ def test_a_crafted_pickle_is_named(tmp_path: Path, data: bytes, message: str) ->
     assert caught.value.message.endswith(f": {message}")
 
 
-FLOATS = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\2NtQ"
 PLACE = b"K\0K\2\x85K\1\x85"  # the offset, shape and stride
 HOOKS = b"ccollections\nOrderedDict\n)RK\1K\2s"
 INT32 = b"ctorch\nint32\n"
@@ -152,11 +155,17 @@ def test_a_pickle_that_grows_without_end_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pickles, "_MOST_OBJECTS", 1000)
-    with pytest.raises(CheckpointError, match="more than 1,000 objects"):
-        pickles.load(tmp_path / "x", io.BytesIO(pickled(b"]" * 2000)))
+    monkeypatch.setattr(pickles, "_MOST_INSTRUCTIONS", 3000)
     text = b"\x80\x02X" + struct.pack("<I", 2**25) + bytes(2**25)
-    with pytest.raises(CheckpointError, match="longer than 33,554,432 bytes"):
-        pickles.load(tmp_path / "x", io.BytesIO(text))
+    for data, limit in (
+        (pickled(b"]" * 2000), "more than 1,000 objects"),
+        (pickled(b"N" * 4000), "more than 3,000 instructions"),
+        (text, "longer than 33,554,432 bytes"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            pickles.load(tmp_path / "x", io.BytesIO(data))
+        assert caught.value.message == f"{tmp_path / 'x'}: the pickle cannot be read: {limit}"
+        assert caught.value.repair.startswith("load the file with torch, and save plain weights")
     with pytest.raises(CheckpointError, match="an object is stored at an impossible index"):
         pickles.load(tmp_path / "x", io.BytesIO(pickled(b"]r" + struct.pack("<I", 2**31))))
 
@@ -265,6 +274,19 @@ def test_records_whose_names_differ_only_in_case_are_refused_because_torch_reads
     )
     reader = torch._C.PyTorchFileReader(str(path))
     assert reader.get_record("data/0") == reader.get_record("DATA/0")
+
+
+def test_a_record_whose_header_lies_inside_another_is_refused(path: Path, tmp_path: Path) -> None:
+    other, header = tmp_path / "other.pt", b"PK\3\4" + bytes(26)
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as file:
+        for record in source.infolist():
+            more = header if record.filename == PICKLE else b""
+            file.writestr(record.filename, source.read(record) + more)
+    data = bytearray(other.read_bytes())
+    (entry,) = [at for at in entries(data)[1] if data.startswith(DATA.encode(), at + 46)]
+    struct.pack_into("<L", data, entry + 42, data.index(header))
+    other.write_bytes(data)
+    assert message_of(other) == f"damaged: record {DATA!r} overlaps record {PICKLE!r}"
 
 
 @pytest.mark.parametrize("more", [-40, 40])

@@ -118,6 +118,7 @@ def test_a_key_one_level_too_high_is_answered_with_the_right_one(tmp_path: Path)
 
 
 LONG = "x" * 60
+SHARED = {"w": torch.ones(3)}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,7 @@ LONG = "x" * 60
         ({"": {"w": torch.ones(3)}}, ""),
         ({0: {"w": torch.ones(3)}}, ""),
         ({"ema": {0: torch.ones(3)}}, ""),
+        ({"model": SHARED, "ema": SHARED, "old": {"model": SHARED}}, "model"),
         ({"ema": {0: torch.ones(9), "inner": {"w": torch.ones(3)}}}, "ema.inner"),
         ({LONG: {LONG: {LONG: {"w": torch.ones(3)}}}}, f"{LONG}.{LONG}.{LONG}"),
         ({LONG * 4: {"w": torch.ones(3)}}, ""),

@@ -54,7 +54,15 @@ _SAFE: Final = frozenset({
 })  # fmt: skip
 """Classes and functions that torch.load(weights_only=True) accepts, besides those of tensors."""
 
+_SMALLER: Final = (
+    "load the file with torch, and save plain weights: torch.save(model.state_dict(), ...)"
+)
+
 Malformed: Final = pickle.UnpicklingError
+
+
+class _TooLarge(Exception):
+    """The pickle may be sound, but weighin does not read as much of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +207,7 @@ def _rewritten(data: bytes) -> tuple[bytes, int]:
             continue
         objects += 1
         if objects > _MOST_OBJECTS:
-            raise Malformed(f"it has more than {_MOST_OBJECTS:,} objects")
+            raise _TooLarge(f"more than {_MOST_OBJECTS:,} objects")
         if (width := _MADE.get(instruction)) is not None:
             start = at + 1 + width
             at = start + int.from_bytes(data[at + 1 : start], "little")
@@ -220,7 +228,7 @@ def _rewritten(data: bytes) -> tuple[bytes, int]:
             raise Malformed(
                 f"weighin does not know its instruction {instruction:#04x}, at byte {at:,}"
             )
-    raise Malformed(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
+    raise _TooLarge(f"more than {_MOST_INSTRUCTIONS:,} instructions")
 
 
 class Pickled(pickle.Unpickler):
@@ -270,7 +278,7 @@ class Pickled(pickle.Unpickler):
             raise Malformed("a storage is a view of another, as torch wrote before 0.4")
         of, _, kind = name.rpartition(".")
         if of not in _OF_STORAGES or kind not in _STORAGES:
-            raise Malformed(f"a storage has the class {name}, which weighin does not read")
+            raise Malformed(f"a storage has the class {name}, which was NOT executed")
         storage = Storage(key, _STORAGES[kind], numel)
         if not is_sizes((numel,)) or storage.nbytes > LARGEST:
             raise Malformed(f"storage {shown(key)} has an impossible size")
@@ -296,6 +304,8 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
     except EOFError as error:
         is_cut = "truncated: the file ends inside the pickle"
         raise CheckpointError(f"{what}: {is_cut}", resave if base else AGAIN) from error
+    except _TooLarge as error:
+        raise CheckpointError(f"{path}: the pickle cannot be read: {error}", _SMALLER) from error
     except (Malformed, LookupError, ValueError, TypeError, AttributeError, OverflowError,
             MemoryError) as error:  # fmt: skip
         raise CheckpointError(f"{what}: {error}", resave) from error
@@ -312,7 +322,7 @@ def _next(file: BinaryIO) -> tuple[bytes, int]:
         with suppress(IndexError):
             return _rewritten(data)
         if len(data) == MOST_BYTES:
-            raise Malformed(f"it is longer than {MOST_BYTES:,} bytes")
+            raise _TooLarge(f"longer than {MOST_BYTES:,} bytes")
         if not more:
             raise EOFError
 

@@ -253,7 +253,7 @@ def _records(window: _Window) -> dict[str, Record]:
         if not head.startswith(b"PK\3\4") or at + info.file_size > end:
             what = f"{shows} at byte {info.header_offset:,} lies outside the archive"
             raise foreign.damaged(path, what)
-        if at < reached:
+        if info.header_offset < reached:
             raise foreign.damaged(path, f"{shows} overlaps record {shown(before)}")
         records[name] = at, info.file_size
         reached, before = at + info.file_size, name
@@ -394,13 +394,15 @@ def _sizes(value: Any) -> dict[str, int]:
         ):
             places[above] = sum(one.nbytes for one in tensors)
             continue
-        for name, item in reversed(inside.items()):
+        children = []
+        for name, item in inside.items():
             if not isinstance(name, str) or not name or len(above) + len(name) >= _LONGEST_KEY:
                 continue
             is_left_out = "optim" in name.lower() or is_extra_state(name) or id(item) in seen
             if isinstance(item, dict) and not is_left_out:
                 seen.add(id(item))
-                todo.append((f"{above}.{name}" if above else name, item))
+                children.append((f"{above}.{name}" if above else name, item))
+        todo += reversed(children)
     return places
 
 
