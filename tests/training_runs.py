@@ -86,7 +86,7 @@ def write_zero(run: Path, model: Model, stage: int, ranks: int, alignment: int =
     step = run / "global_step10"
     step.mkdir(parents=True)
     (run / "latest").write_text(step.name)
-    with _classes():
+    with classes():
         for rank in range(ranks):
             states = _model_states(model, stage, rank, ranks)
             if stage == 3 or rank == 0:
@@ -243,7 +243,7 @@ def _shapes(group: Tensors) -> "OrderedDict[str, torch.Size]":
 
 
 @contextmanager
-def _classes() -> Iterator[None]:
+def classes() -> Iterator[None]:
     """Let pickle refer to DeepSpeed's classes by their names within the context."""
     before = dict(sys.modules)
     for path, kind in _CLASSES.items():

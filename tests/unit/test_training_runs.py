@@ -7,10 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from training_runs import Model, small_model, write_universal, write_zero
+from training_runs import Model, classes, small_model, write_universal, write_zero
 
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, HarnessError
@@ -101,6 +102,19 @@ def copy_optimizer(step: Path, name: str) -> None:
     shutil.copy(step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", step / name)
 
 
+def change_share(step: Path, rank: int, change: Callable[[Any], object], key: str = "") -> None:
+    file = step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    with classes():
+        states = torch.load(file, weights_only=False)
+        state = states["optimizer_state_dict"]
+        if key:
+            state[key] = change(state[key])
+        else:
+            flats = state.get("fp32_flat_groups") or state["single_partition_of_fp32_groups"]
+            flats[0] = change(flats[0])
+        torch.save(states, file)
+
+
 def empty(step: Path, name: str) -> Path:
     torch.save({"weight": torch.ones(2)}, step / name)
     return step / name
@@ -127,6 +141,18 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "experts' optimizer": (
         lambda step: empty(step, "expp_rank_0_mp_rank_00_optim_states.pt"),
         "(expert parallelism): expp_rank_0",
+    ),
+    "an impossible number of ranks": (
+        lambda step: change_share(step, 0, lambda _: 0, "partition_count"),
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt: the number of ranks is impossible",
+    ),
+    "a partition of two dimensions": (
+        lambda step: change_share(step, 1, lambda flat: flat.view(1, -1)),
+        ".0' is not a flat tensor",
+    ),
+    "a partition of another dtype": (
+        lambda step: change_share(step, 1, lambda flat: flat.double()),
+        ".0' has another dtype than the others",
     ),
     "other optimizer states": (
         lambda step: empty(step, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),

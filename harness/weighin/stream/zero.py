@@ -259,8 +259,10 @@ def laid_out(
     """
     flats = [one for row in rows for one in row]
     for one in flats:
-        if len(one.shape) != 1 or not one.contiguous or one.dtype_name != flats[0].dtype_name:
-            raise _refused(one.file, f"{shown(one.name)} is no flat tensor of the others' dtype")
+        if len(one.shape) != 1 or not one.contiguous:
+            raise _refused(one.file, f"{shown(one.name)} is not a flat tensor")
+        if one.dtype_name != flats[0].dtype_name:
+            raise _refused(one.file, f"{shown(one.name)} has another dtype than the others")
     stored, at = {}, 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         if not is_sizes((padding,)):
@@ -332,7 +334,7 @@ def _by_rank(path: Path, pattern: str) -> dict[int, Path]:
 
 def _check_complete(files: Mapping[int, Path], ranks: int) -> None:
     some, last = files[min(files)], files[max(files)].name
-    if not is_sizes((ranks,)):
+    if not (ranks and is_sizes((ranks,))):
         raise _refused(some, "the number of ranks is impossible")
     if absent := [rank for rank in range(min(ranks, 1000 + len(files))) if rank not in files]:
         raise _missing(some.parent, some.name, absent)
