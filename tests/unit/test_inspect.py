@@ -80,6 +80,13 @@ def test_a_long_table_shows_its_ends(tmp_path: Path) -> None:
     assert by_size.index("t820") < by_size.index("t811") < by_size.index("t000")
 
 
+def test_of_many_files_with_long_names_it_says_how_many_more(tmp_path: Path) -> None:
+    plans = [TensorPlan("layer." * 20 + str(n), (1,), torch.uint8) for n in range(7)]
+    lines = inspect.tables(inspect.inspect(make(tmp_path / "m", "per_param", plans)))
+    (files,) = [line for line in lines if isinstance(line, str) and line.startswith("files: ")]
+    assert files.endswith(" and 3 more")
+
+
 def test_a_name_can_neither_colour_nor_break_the_terminal(tmp_path: Path) -> None:
     name = "[red]\x1b[31m\r\n" + "x" * 10_000
     text = run(

@@ -245,8 +245,10 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
         )
     largest = max(found["tensors"], key=lambda one: int(one["bytes"]))
     lines.append(f"largest: {one_line(largest['name'], 100)}, {format_bytes(largest['bytes'])}")
-    files = [f"{file['name']} ({format_bytes(file['bytes'])})" for file in found["files"]]
-    lines.append(f"files: {one_line(few(files, _SHOWN_FILES), 500)}")
+    files = [
+        f"{one_line(file['name'], 100)} ({format_bytes(file['bytes'])})" for file in found["files"]
+    ]
+    lines.append(f"files: {few(files, _SHOWN_FILES)}")
     needs = []
     for need in sorted(found["expected"], key=lambda need: layout not in need["layouts"]):
         sizes = (need["anonymous_bytes"], need["mapped_bytes"])
