@@ -19,7 +19,7 @@ ALL = sorted({str(one)[6:] for one in vars(torch).values() if isinstance(one, to
 KNOWN = [name for name in ITEM_BYTES if hasattr(torch, name)]
 """The dtypes of the table that this torch has: float8_e8m0fnu came with torch 2.7."""
 
-CONVERTED = [name for name in KNOWN if name not in NOT_CONVERTED]
+CONVERTED = [name for name in KNOWN if name != NOT_CONVERTED]
 FLOAT8 = [name for name in KNOWN if name.startswith("float8")]
 
 NEW = {*FLOAT8, "float4_e2m1fn_x2", "uint16", "uint32", "uint64", "complex32"}
