@@ -68,7 +68,7 @@ def kernel(
 
     No process is really in such a cgroup, so that none is seen to leave it.
     """
-    monkeypatch.setattr(sampler, "has_left_for", lambda *_: None)
+    monkeypatch.setattr(sampler, "outside", lambda *_: None)
     with installed(tmp_path, monkeypatch, request.param) as kernel:
         yield kernel
 

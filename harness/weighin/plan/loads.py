@@ -55,8 +55,11 @@ def plan(
     _check_any_runs(planned)
     for name in (name for variables in settings.environment for name in preloaded(variables)):
         # In both cases, the dynamic linker would at most print a line.
-        wrong = "" if Path(name).is_file() else f"there is no file {name}"
-        wrong = wrong if Path(name).is_absolute() else f"{name!r} is not an absolute path"
+        wrong = ""
+        if not Path(name).is_absolute():
+            wrong = f"{name!r} is not an absolute path"
+        elif not Path(name).is_file():
+            wrong = f"there is no file {name}"
         if wrong:
             raise ConfigError(
                 f"LD_PRELOAD: {wrong}",

@@ -179,7 +179,7 @@ def strategies_for(asked: Sequence[SuiteStrategy], library: str) -> list[SuiteSt
     """
     loaders = {each.name for each in LIBRARIES if library}
     own = next((each for each in asked if each.name == library), SuiteStrategy(name=library))
-    found = [own if each.name in loaders else each for each in asked]
+    found = [own if each.name in loaders - {library} else each for each in asked]
     return [each for index, each in enumerate(found) if each not in found[:index]]
 
 

@@ -27,24 +27,29 @@ _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this tim
 
 
 class Pause:
-    """Limits a repeated action to 5 % of one processor's time: ``with`` returns whether it is due. What is done in
-    the block puts off the next action, also if it was not due.
+    """Limits a repeated action to 5 % of one processor's time: ``with`` returns whether it is due.
+
+    What else is done in the block puts nothing off, unless it called ``force``.
     """
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
         self._start_s = self._due_s = 0.0
-        self._is_due = False
+        self._counts = False
 
     def __enter__(self) -> bool:
         self._start_s = time.thread_time()
-        self._is_due = time.monotonic() >= self._due_s
-        return self._is_due
+        self._counts = time.monotonic() >= self._due_s
+        return self._counts
+
+    def force(self) -> None:
+        """Let the action of this block count, although it was not due."""
+        self._counts = True
 
     def __exit__(self, *_: object) -> None:
-        took_s = time.thread_time() - self._start_s  # without the time for which it waited
-        least_s = self._least_s if self._is_due else 0.0
-        self._due_s = max(self._due_s, time.monotonic() + max(least_s, took_s / _SHARE))
+        if self._counts:
+            took_s = time.thread_time() - self._start_s  # without the time for which it waited
+            self._due_s = time.monotonic() + max(self._least_s, took_s / _SHARE)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 import linecache
 import os
 import signal
+import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,20 +19,22 @@ from weighin.isolation.process import PASSED
 from weighin.phase_reporter import SOCKET
 from weighin.plan.start import files_in
 from weighin.plan.task import Planned, Run
+from weighin.probes import mounts
 from weighin.program_phases import VARIABLE
 from weighin.records.metrics import largest
-from weighin.result import Faults, Outcome, Peaks, Ran, Track
+from weighin.result import Faults, Outcome, Peaks, Ran, Sample, Track
 from weighin.run.interrupts import STOPPED
 from weighin.run.judge import Evidence
 from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.run.output import STANDARD, Readiness, Relay
 from weighin.settings.definition import Settings
-from weighin.text import one_line
+from weighin.text import few, one_line
 from weighin.units import MIB, format_bytes
 
 _TIMES: Final = 10
 _LEAST_S: Final = 30.0
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CLOCK_S: Final = 0.02  # the kernel's clock for files is a little behind
 _BY_KERNEL: Final = 0x80  # SI_KERNEL, of <signal.h>: the kernel sends the terminal's signals
 
 
@@ -155,12 +158,11 @@ class CommandSpec(Spec):
         if kernel_bytes is None:  # v2 keeps no mark of the kernel's own memory
             own_bytes = most("kernel_needed_bytes") or 0
             is_exact = is_exact and own_bytes <= MIB + (needed or 0) // 100
-        left = []
-        # What still runs holds memory, and with a container, its files are gone.
-        is_over = watch.running.shares_terminal and watch.all_ended and not watch.server_ready_ns
-        if is_over and watch.cgroup and samples and samples[-1].shmem_bytes > MIB:
-            size = format_bytes(samples[-1].shmem_bytes)
-            left = [f"the command left {size} of shared memory: files of a tmpfs, such as /dev/shm"]
+        in_memory = []
+        # Else the container's files are gone, or what still runs holds the memory.
+        if watch.running.shares_terminal and watch.all_ended:
+            has_last = watch.cgroup and samples and not watch.server_ready_ns
+            in_memory = left(watch.started_s, samples[-1] if has_last else None)
         highest = {each.pid: each.highest_rss_bytes for each in (main, *others)}
         faults = None
         if watch.cgroup and samples:
@@ -171,7 +173,7 @@ class CommandSpec(Spec):
             needed_bytes=needed,
             needed_is_sampled=not is_exact or bool(watch.seen.escape),
             at_peak=sampler.peak,
-            notes=(*filter(None, [watch.running.unseen]), *left),
+            notes=(*filter(None, [watch.running.unseen]), *in_memory),
             signal=watch.seen.ended.signal,
             survived=watch.seen.ended.signal != signal.SIGKILL,
             processes=tuple(
@@ -207,9 +209,36 @@ class CommandSpec(Spec):
             "ready_ns": spent_ns,
             "cost": {"load_ns": spent_ns},
             "faults": faults,
-            "warnings": [*left, *([stacks.why] if stacks and stacks.why else [])],
+            "warnings": [*in_memory, *([stacks.why] if stacks and stacks.why else [])],
             "ran": ran,
         }
+
+
+def left(started_s: float, last: Sample | None) -> list[str]:
+    """Say which files of a tmpfs that changed since ``started_s`` take 1 MiB of memory or more. Without ``last``,
+    the cgroup's sample after the end of all processes, a file may be another program's.
+    """
+    if last and last.shmem_bytes <= MIB:
+        return []
+    sizes: dict[str, int] = {}
+    for place in (one.place for one in mounts.read() if one.kind in ("tmpfs", "ramfs")):
+        for folder, below, names in os.walk(place):
+            below[:] = [name for name in below if not os.path.ismount(Path(folder, name))]
+            for path in (Path(folder, name) for name in names):
+                with suppress(OSError):  # removed meanwhile
+                    state = path.lstat()
+                    if stat.S_ISREG(state.st_mode) and state.st_ctime >= started_s - _CLOCK_S:
+                        sizes[str(path)] = state.st_blocks * 512
+    total = last.shmem_bytes if last else sum(sizes.values())
+    if total <= MIB:
+        return []
+    own = [path for path, size in sizes.items() if size <= total]  # a larger one is another's
+    largest_first = sorted(own, key=lambda path: -sizes[path])
+    named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in largest_first])
+    who = "the command left" if last else "while it ran, files of a tmpfs got"
+    return [
+        f"{who} {format_bytes(total)} of shared memory: {named or 'in no file that is visible'}"
+    ]
 
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:

@@ -663,7 +663,8 @@ def validate(
     else:
         message = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
         # YAML reads 3, yes and 2026-01-01 as a number, as true and as a date.
-        if first["type"] == "string_type" and not isinstance(first["input"], list | dict):
+        is_plain = not isinstance(first["input"], list | dict | None)
+        if first["type"] == "string_type" and is_plain:
             repair = "write the value in quotes"
     raise ConfigError(f"{place(key) if callable(place) else f'{place}: {key}'}: {message}", repair)
 

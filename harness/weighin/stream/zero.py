@@ -334,7 +334,7 @@ def _by_rank(path: Path, pattern: str) -> dict[int, Path]:
 
 def _check_complete(files: Mapping[int, Path], ranks: int) -> None:
     some, last = files[min(files)], files[max(files)].name
-    if not (ranks and is_sizes((ranks,))):
+    if not (is_sizes((ranks,)) and ranks):
         raise _refused(some, "the number of ranks is impossible")
     if absent := [rank for rank in range(min(ranks, 1000 + len(files))) if rank not in files]:
         raise _missing(some.parent, some.name, absent)
