@@ -31,7 +31,7 @@ def test_shared_pages_that_become_private_are_copies(
     isolation: str, programs: Path, tmp_path: Path
 ) -> None:
     # On a busy machine a table of the processes takes long, and the next follows after 20 times that.
-    command = (str(programs / "forks"), "128", "3", "4000")
+    command = (str(programs / "forks"), "128", "3", "8000")
     found = measured(tmp_path / "run", command, isolation=isolation)
     copied = [one["copied_bytes"] or 0 for one in found.record["ran"]["processes"]]
     print(copied, found.said)
