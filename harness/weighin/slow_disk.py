@@ -5,8 +5,8 @@ share the rate, but their latencies pass at the same time. FUSE divides a read i
 128 KiB. The real files are read with direct reads, so that they do not fill the page cache; the mounted
 files have one as on any disk.
 
-``Mount`` starts this module as a program. It reports when the folder is mounted, answers each event of
-its parent with the reads that still wait, and unmounts the folder when its parent ends.
+``Mount`` starts this module as a program. It reports when the folder is mounted, and unmounts it when its
+parent ends.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import ctypes
 import errno
 import itertools
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -32,24 +31,21 @@ from weighin.child_process import Parent, last_line
 from weighin.errors import IsolationUnavailable
 from weighin.probes import mounts
 from weighin.probes.cgroup import is_left_behind, owned_name
-from weighin.units import KIB, format_latency, format_rate, format_seconds
+from weighin.units import KIB, format_latency, format_rate
 
 LARGEST_READ_BYTES: Final = 128 * KIB  # of one request in libfuse 2
 _DEVICE: Final = Path("/dev/fuse")
 _SUBTYPE: Final = "weighin"
 _START_S: Final = 20.0
-_ANSWER_S: Final = 2.0
-_LONG_NS: Final = 500_000_000  # a read stalls if it exceeds the latency by this time
 _LEAD_NS: Final = 90_000  # the measured time of a 4 KiB read through FUSE without rate and latency
 # The most concurrent read-ahead requests; the kernel's default of 12 would limit the rate.
 _BACKGROUND: Final = 64
 _NO_SLACK_NS: Final = 1  # by default, Linux may wake a sleeping thread 50 us late
 _PRIORITY: Final = -15
 _PR_SET_TIMERSLACK: Final = 29
-_FIELDS: Final = ("mode", "nlink", "size", "uid", "gid", "blocks")
-_TIMES: Final = ("mtime", "ctime", "atime")
+_FIELDS: Final = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
+_TIMES: Final = ("st_mtime", "st_ctime", "st_atime")
 _CACHED_S: Final = 3600  # the files do not change while a cell runs
-_CONNECTIONS: Final = Path("/sys/fs/fuse/connections")
 _MNT_FORCE: Final = 1  # linux/fs.h; FUSE then fails every request that waits
 _MNT_DETACH: Final = 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -79,18 +75,17 @@ class Mount:
     """A mount of a folder at ``folder``, served by ``pid``, whose files can be read."""
 
     def __init__(self, source: Path, pace: Pace, root: Path) -> None:
-        self._source, self._pace = source.absolute(), pace
+        source = source.absolute()
         name = owned_name(next(_numbers))
-        self.folder = root / name / self._source.name
+        self.folder = root / name / source.name
         # Mode 0700: a parent folder of ``source`` may keep other users out, but not from this mount.
         self.folder.parent.mkdir(mode=0o700, parents=True)
         self.folder.mkdir()
         command = child_process.module("weighin.slow_disk")
         self._child = child_process.Child(command, child_process.environment())
         self.pid = self._child.pid
-        places = {"source": str(self._source), "folder": str(self.folder)}
+        places = {"source": str(source), "folder": str(self.folder)}
         self._child.send("mount", name=name, **places, pace=asdict(pace))
-        self._device: int | None = None
         is_mounted = False
         try:
             with contextlib.suppress(TimeoutError):
@@ -99,37 +94,16 @@ class Mount:
             if not is_mounted:
                 self.close()
         if not is_mounted:
-            raise IsolationUnavailable(
-                f"FUSE could not mount {self._source} a second time:"
-                f" {last_line(self._child.printed) or 'no answer'}",
-                "weighin doctor tests whether FUSE works on this machine",
-            )
-        # From mountinfo, because a stat could wait forever.
-        found = (one.minor for one in mounts.read() if one.place == self.folder)
-        self._device = next(found, None)
-
-    def waiting(self) -> list[tuple[str, int, int]]:
-        """Return path, offset and arrival (monotonic ns) of each unanswered read, the oldest first."""
-        self._child.send("waiting")
-        event: dict[str, Any] = {}
-        with contextlib.suppress(TimeoutError):
-            event = self._child.receive(_ANSWER_S) or {}
-        return list(map(tuple, event.get("reads", ())))
-
-    def stalled(self) -> str:
-        """Describe the oldest read without an answer, if it is late by 0.5 s; empty if none is."""
-        for path, offset, arrival_ns in self.waiting()[:1]:
-            waited_ns = time.monotonic_ns() - arrival_ns
-            if waited_ns > (self._pace.latency_ns or 0) + _LONG_NS:
-                read = f"the read of {self._source / path.lstrip('/')} at offset {offset}"
-                return f"{read} has had no answer for {format_seconds(waited_ns)}"
-        return ""
+            why = last_line(self._child.printed) or "no answer"
+            message = f"FUSE could not mount {source} a second time: {why}"
+            repair = "weighin doctor tests whether FUSE works on this machine"
+            raise IsolationUnavailable(message, repair)
 
     def close(self) -> None:
         """Make waiting reads fail, unmount, and end the FUSE process; a second call has no effect."""
         if not self.folder.parent.exists():
             return
-        _unmount(self.folder, self._device)
+        _unmount(self.folder)
         with contextlib.suppress(TimeoutError):  # the process still waits for the real disk
             self._child.close()
         _remove(self.folder.parent)
@@ -137,36 +111,30 @@ class Mount:
 
 def check(*, in_container: bool) -> None:
     """Raise IsolationUnavailable if a slow disk (``in_container``: read by one) does not work here."""
-    why, repair = "", "apt-get install fuse"
     if find_spec("mfusepy") is None:
         why, repair = "mfusepy is not installed", install.command("disk")
     elif find_library("fuse") is None:
         why, repair = "libfuse 2 is not installed", "apt-get install libfuse2"
-    elif os.geteuid() and not _fusermount():
-        why = "fusermount is not installed"
+    elif not os.access(_DEVICE, os.R_OK | os.W_OK):
+        why = f"this user cannot open {_DEVICE}"
+        repair = (
+            "modprobe fuse; in a container, start it with --device /dev/fuse --cap-add SYS_ADMIN"
+        )
+    elif in_container and not _may_allow_others():
+        why = "the user of a container may not read this user's FUSE file systems"
+        repair = "write user_allow_other into /etc/fuse.conf, or use --isolation cgroup"
     else:
-        try:
-            os.close(os.open(_DEVICE, os.O_RDWR))
-        except OSError as error:
-            why, repair = f"{_DEVICE}: {error.strerror}", "modprobe fuse; in a container, start it"
-            repair += " with --device /dev/fuse --cap-add SYS_ADMIN"
-            if isinstance(error, PermissionError) and os.geteuid():
-                repair = "run weighin as root"
-        if not why and in_container and not _may_allow_others():
-            why = "the user of a container may not read this user's FUSE file systems"
-            repair = "write user_allow_other into /etc/fuse.conf, or use --isolation cgroup"
-    if why:
-        message = f"weighin slows a disk down with FUSE, which does not work here: {why}"
-        raise IsolationUnavailable(message, repair)
+        return
+    message = f"weighin slows a disk down with FUSE, which does not work here: {why}"
+    raise IsolationUnavailable(message, repair)
 
 
 def remove_stale(root: Path) -> list[str]:
     """Remove the mounts, and their folders in ``root``, of killed runs; return a line for each mount."""
     removed = []
     for one in mounts.read():
-        is_ours = one.kind == f"fuse.{_SUBTYPE}" and re.fullmatch(r"\d+-\d+-\d+\.\S+", one.source)
-        if is_ours and is_left_behind(one.source):
-            _unmount(one.place, one.minor)
+        if one.kind == f"fuse.{_SUBTYPE}" and is_left_behind(one.source):
+            _unmount(one.place)
             _remove(one.place.parent)
             removed.append(f"slow disk at {one.place}")
     for folder in sorted(root.glob("*")):
@@ -183,20 +151,13 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def _unmount(mountpoint: Path, device: int | None = None) -> None:
-    """Unmount at once. Reads that still wait fail, so that their processes can end; without ``device``, the
-    minor number, only root can make them fail.
+def _unmount(mountpoint: Path) -> None:
+    """Unmount at once. Reads that still wait fail, so that their processes can end: by root's force, or
+    when the process that serves them has ended.
     """
-    if device is not None:
-        with contextlib.suppress(OSError):  # fusectl is not mounted, or the connection has ended
-            (_CONNECTIONS / str(device) / "abort").write_text("1")
     failed = _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
-    if failed and (command := _fusermount()):
+    if failed and (command := shutil.which("fusermount")):  # with which libfuse 2 itself mounts
         subprocess.run([command, "-uz", str(mountpoint)], capture_output=True, check=False)
-
-
-def _fusermount() -> str | None:
-    return shutil.which("fusermount") or shutil.which("fusermount3")
 
 
 def _may_allow_others() -> bool:
@@ -211,18 +172,12 @@ class _PassThrough:
         self._source, self._pace = source, pace
         self._free_ns = 0  # when the disk has sent the last byte of all earlier requests
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        # The reads without an answer, in the order of arrival: path, offset, time in monotonic ns.
-        self.waiting: dict[int, tuple[str, int, int]] = {}
-        self._buffered: set[int] = set()  # the descriptors without O_DIRECT
-        # Buffers to use again. FUSE's threads change, so that none can keep a buffer.
-        self._areas: list[mmap] = []
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         with self._answered(0):
             found = os.fstat(fh) if fh else Path(self._source + path).stat()
-        fields = {f"st_{name}": getattr(found, f"st_{name}") for name in _FIELDS}
-        return fields | {f"st_{name}": getattr(found, f"st_{name}_ns") for name in _TIMES}
+        fields = {name: getattr(found, name) for name in _FIELDS}
+        return fields | {name: getattr(found, f"{name}_ns") for name in _TIMES}
 
     def readdir(self, path: str, _fh: int) -> list[str]:
         with self._answered(0):
@@ -237,40 +192,26 @@ class _PassThrough:
             except OSError as error:
                 if error.errno != errno.EINVAL:  # EINVAL: this file system has no O_DIRECT
                     raise
-            descriptor = os.open(self._source + path, os.O_RDONLY)
-            self._buffered.add(descriptor)
-            return descriptor
+                return os.open(self._source + path, os.O_RDONLY)
 
     def release(self, _path: str, fh: int) -> int:
-        self._buffered.discard(fh)
         os.close(fh)
         return 0
 
-    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        number, stall_from = next(self._numbers), self._pace.stall_from_bytes
-        self.waiting[number] = (path, offset, time.monotonic_ns())
-        try:
-            if stall_from is not None and offset + size > stall_from:
-                threading.Event().wait()
-            with self._answered(size):
-                return self._read(size, offset, fh)
-        finally:
-            del self.waiting[number]
-
-    def _read(self, size: int, offset: int, fh: int) -> bytes:
-        """Read whole pages into whole pages, as a direct read (O_DIRECT) requires."""
-        before = offset % PAGESIZE
-        length = -(-(before + size) // PAGESIZE) * PAGESIZE
-        area = self._areas.pop() if self._areas and length <= LARGEST_READ_BYTES else None
-        area = area or mmap(-1, max(length, LARGEST_READ_BYTES), MAP_PRIVATE)
-        with memoryview(area) as view:
-            count = os.preadv(fh, [view[:length]], offset - before)
-            data = bytes(view[before : min(before + size, count)])
-        if len(area) == LARGEST_READ_BYTES:
-            self._areas.append(area)
-        if fh in self._buffered:
-            os.posix_fadvise(fh, offset, size, os.POSIX_FADV_DONTNEED)
-        return data
+    def read(self, _path: str, size: int, offset: int, fh: int) -> bytes:
+        stall_from = self._pace.stall_from_bytes
+        if stall_from is not None and offset + size > stall_from:
+            threading.Event().wait()
+        before = offset % PAGESIZE  # a direct read (O_DIRECT) reads whole pages into whole pages
+        with (
+            self._answered(size),
+            mmap(-1, -(-(before + size) // PAGESIZE) * PAGESIZE, MAP_PRIVATE) as area,
+        ):
+            count = os.preadv(fh, [area], offset - before)
+            os.posix_fadvise(
+                fh, offset, size, os.POSIX_FADV_DONTNEED
+            )  # of a read that was not direct
+            return area[before : min(before + size, count)]
 
     @contextlib.contextmanager
     def _answered(self, length: int) -> Iterator[None]:
@@ -297,8 +238,7 @@ def main() -> None:
     files.init = lambda _: parent.send("mounted")  # type: ignore[attr-defined]
 
     def listen() -> None:
-        while parent.receive() is not None:
-            parent.send("waiting", reads=list(files.waiting.values()))
+        parent.receive()  # at the parent's end
         _unmount(Path(told["folder"]))
         os._exit(0)  # a normal exit would wait for the reads that are never answered
 

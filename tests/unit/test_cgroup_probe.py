@@ -93,38 +93,41 @@ def test_faults_of_this_process_are_the_kernels_count() -> None:
     assert before.ru_majflt <= major <= after.ru_majflt
 
 
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def hierarchies(monkeypatch: pytest.MonkeyPatch, table: str) -> tuple[object, object]:
+    monkeypatch.setattr(mounts, "read", lambda: mounts.parse(table))
+    return cgroup.memory_hierarchy(), cgroup.pressure_hierarchy()
+
+
 @pytest.mark.parametrize("kernel", HYBRIDS)
-def test_mounts_of_a_hybrid_machine(kernel: str) -> None:
-    root = Path("/sys/fs/cgroup")
-    assert cgroup.hierarchies(mounts.parse(text(kernel, "mountinfo"))) == (
-        root / "memory",
-        root / "unified",
-    )
+def test_mounts_of_a_hybrid_machine(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hierarchies(monkeypatch, text(kernel, "mountinfo"))
+    assert found == ((1, GROUPS / "memory"), GROUPS / "unified")
 
 
-def test_mounts_of_version_1() -> None:
-    memory = Path("/sys/fs/cgroup/memory")
-    assert cgroup.hierarchies(mounts.parse(text("v1-6.1", "mountinfo"))) == (memory, None)
+def test_mounts_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hierarchies(monkeypatch, text("v1-6.1", "mountinfo"))
+    assert found == ((1, GROUPS / "memory"), None)
 
 
 @pytest.mark.parametrize("kernel", V2)
-def test_mounts_of_version_2(kernel: str) -> None:
-    assert cgroup.hierarchies(mounts.parse(text(kernel, "mountinfo"))) == (
-        None,
-        Path("/sys/fs/cgroup"),
-    )
+def test_mounts_of_version_2(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "read", lambda: mounts.parse(text(kernel, "mountinfo")))
+    assert cgroup.pressure_hierarchy() == GROUPS
 
 
-def test_mounts_without_cgroups() -> None:
-    assert cgroup.hierarchies(mounts.parse("22 27 0:21 / /proc rw - proc proc rw\n")) == (
-        None,
-        None,
-    )
-
-
-def test_a_v1_controller_whose_name_only_contains_memory_is_another() -> None:
-    line = "35 31 0:32 / /sys/fs/cgroup/x rw - cgroup cgroup rw,name=memory\n"
-    assert cgroup.hierarchies(mounts.parse(line)) == (None, None)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "22 27 0:21 / /proc rw - proc proc rw\n",
+        # A v1 controller whose name only contains memory is another.
+        "35 31 0:32 / /sys/fs/cgroup/x rw - cgroup cgroup rw,name=memory\n",
+    ],
+)
+def test_mounts_without_a_memory_controller(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hierarchies(monkeypatch, line) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +221,8 @@ def test_a_process_is_named_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     later = int(ticks) + 1
     assert cgroup.is_left_behind(f"{pid}-{later}-{namespace}.0")  # another with the same pid
     assert not cgroup.is_left_behind(f"{pid}-{later}-{int(namespace) + 1}.0")  # not to be seen here
-    assert cgroup.is_left_behind(f"{pid}-None.0")
-    for odd in ("somebody", "", "-1", "\u00b2-1", "1" * 5000):
-        assert cgroup.is_left_behind(f"{odd}.3"), odd
-    assert not cgroup.is_left_behind("\u00b2-1-2.3")
+    for odd in ("somebody", "", "-1", "\u00b2-1-2", "1" * 5000, f"{pid}-1", f"{pid}-1-x"):
+        assert not cgroup.is_left_behind(f"{odd}.3"), odd
 
 
 def test_a_run_with_its_own_lock_removes_only_what_was_left_with_it(

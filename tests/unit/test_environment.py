@@ -113,7 +113,7 @@ def test_no_program_that_a_work_tree_names_is_run(
     ids=["device or network", "disk", "partition of a disk", "not told"],
 )
 def test_how_far_the_disk_of_a_folder_reads_ahead(
-    tmp_path: Path, setting: str, expected: int
+    tmp_path: Path, setting: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = tmp_path.stat().st_dev
     number, sysfs = f"{os.major(device)}:{os.minor(device)}", tmp_path / "sys"
@@ -124,7 +124,8 @@ def test_how_far_the_disk_of_a_folder_reads_ahead(
     file = sysfs / setting.format(number)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("8192\n")
-    assert mounts.read_ahead_bytes(tmp_path / "not/made yet", sysfs) == expected
+    monkeypatch.setattr(mounts, "_SYSFS", sysfs)
+    assert mounts.read_ahead_bytes(tmp_path / "not/made yet") == expected
 
 
 def test_a_record_holds_no_variable_but_those_that_change_figures(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic_ns
 from typing import Any
 
 import fakes
@@ -13,7 +12,7 @@ from scripts import JOB, measure
 from weighin import slow_disk
 from weighin.errors import IsolationUnavailable
 from weighin.run import loads
-from weighin.slow_disk import Mount, Pace
+from weighin.slow_disk import Pace
 
 MS = 1_000_000
 
@@ -27,38 +26,6 @@ def test_a_machine_without_fuse_is_told_what_it_lacks(monkeypatch: pytest.Monkey
         "weighin slows a disk down with FUSE, which does not work here: libfuse 2 is not installed\n"
         "apt-get install libfuse2"
     )
-
-
-class Answering:
-    """Stands for the FUSE process, in which reads of /a wait for so many ns; None: it is silent."""
-
-    def __init__(self, *waited_ns: int | None) -> None:
-        self._waited_ns = waited_ns
-
-    def send(self, event: str) -> None:
-        assert event == "waiting"
-
-    def receive(self, _timeout_s: float) -> dict[str, Any]:
-        reads = []
-        for one in self._waited_ns:
-            if one is None:
-                raise TimeoutError
-            reads.append(["/a", 4096, monotonic_ns() - one])
-        return {"event": "waiting", "reads": reads}
-
-
-def stalled(latency_ns: int | None, *waited_ns: int | None) -> str:
-    disk: Any = Mount.__new__(Mount)
-    disk._source, disk._pace, disk._child = Path("/m"), Pace(5, latency_ns), Answering(*waited_ns)
-    return str(disk.stalled())
-
-
-def test_a_read_stalls_half_a_second_after_its_latency() -> None:
-    assert stalled(None) == stalled(None, 400 * MS) == stalled(200 * MS, 600 * MS) == ""
-    said = "the read of /m/a at offset 4096 has had no answer for 5"
-    assert stalled(None, 501 * MS, 1000 * MS).startswith(said)
-    assert stalled(20 * MS, 521 * MS).startswith(said)
-    assert stalled(None, None) == ""
 
 
 def test_a_slow_disk_ends_with_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

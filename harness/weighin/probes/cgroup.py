@@ -7,7 +7,6 @@ admin-guide/cgroup-v1/memory.rst and filesystems/proc.rst of the kernel's Docume
 import os
 import re
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Final
 
 from weighin.phase_reporter import read_text
 from weighin.probes import mounts
-from weighin.probes.mounts import Mounted
 
 LOCK_VARIABLE: Final = "WEIGHIN_LOCK"  # names a lock that replaces the machine's default one
+_OWNED: Final = re.compile(r"([0-9]{1,19})-([0-9]+)-([0-9]+)\.[0-9]*(-[0-9a-f]{8})?")
 _UNLIMITED: Final = 2**60  # a larger number means on v1 that there is no limit
 _FILES: Final = {  # on v1, on v2; empty for what there is not
     "stat": ("memory.stat", "memory.stat"),
@@ -64,7 +63,7 @@ def this_process() -> str:
 
 
 def owned_name(number: int) -> str:
-    """Return a name for what this process makes: "pid-ticks-namespace.number", and the ``lock_suffix``."""
+    """Return a name for what this process makes, which ``is_left_behind`` reads."""
     return f"{this_process()}.{number}{lock_suffix()}"
 
 
@@ -72,13 +71,11 @@ def is_left_behind(name: str) -> bool:
     """Return whether the process that made ``name`` (``owned_name``) has ended; False for another pid namespace,
     and for another lock than that of this process, so that tests can look at what they left.
     """
-    owner, _, number = name.rpartition(".")
-    pid, _, rest = owner.partition("-")
-    ticks, _, namespace = rest.partition("-")
-    is_ours = lock_suffix() in ("", "".join(number.partition("-")[1:]))
-    is_here = namespace in ("", this_process().rpartition("-")[2])
-    is_pid = pid.isdecimal() and len(pid) < 20  # int() refuses thousands of digits
-    return is_ours and is_here and not (is_pid and ticks == str(start_time(int(pid))))
+    if not (found := _OWNED.fullmatch(name)):
+        return False
+    pid, ticks, namespace, lock = found.groups("")
+    is_ours = lock_suffix() in ("", lock) and namespace == this_process().split("-")[2]
+    return is_ours and ticks != str(start_time(int(pid)))
 
 
 def lock_suffix() -> str:
@@ -87,25 +84,21 @@ def lock_suffix() -> str:
     return f"-{zlib.crc32(os.fsencode(lock)):08x}" if lock else ""
 
 
-def hierarchies(found: Sequence[Mounted]) -> tuple[Path | None, Path | None]:
-    """Return the mount points of v1's memory controller, and of v2."""
-    version1 = (one.place for one in found if one.kind == "cgroup" and "memory" in one.options)
-    version2 = (one.place for one in found if one.kind == "cgroup2")
-    return next(version1, None), next(version2, None)
-
-
 def memory_hierarchy() -> tuple[int, Path] | None:
-    version1, version2 = hierarchies(mounts.read())
-    if version1:
-        return 1, version1
-    if version2 and "memory" in (version2 / "cgroup.controllers").read_text().split():
-        return 2, version2
-    return None
+    """Return the cgroup version that has the memory controller, and where it is mounted."""
+    version1 = (
+        one.place for one in mounts.read() if one.kind == "cgroup" and "memory" in one.options
+    )
+    if place := next(version1, None):
+        return 1, place
+    place = pressure_hierarchy()
+    has_memory = place and "memory" in (place / "cgroup.controllers").read_text().split()
+    return (2, place) if place and has_memory else None
 
 
 def pressure_hierarchy() -> Path | None:
     """Return the mount point of cgroup v2, which alone has PSI files."""
-    return hierarchies(mounts.read())[1]
+    return next((one.place for one in mounts.read() if one.kind == "cgroup2"), None)
 
 
 def memory_cgroup_of(pid: int) -> Path | None:
@@ -189,8 +182,7 @@ class Cgroup:
     def __init__(self, path: Path, pressure_path: Path | None = None) -> None:
         self.path, self.pressure_path = path, pressure_path
         self.version = 1 if (path / _FILES["usage"][0]).exists() else 2
-        self._mark: int | None = None  # the opened "peak"; -1 without one
-        self._resets = True
+        self._mark: int | None = None  # the opened "peak"; -1 after ``close``
 
     def file(self, name: str) -> Path:
         return self.path / (_FILES[name][self.version - 1] or f"no {name} on v{self.version}")
@@ -224,27 +216,21 @@ class Cgroup:
                     path.write_text(unlimited)
 
     def read_peak(self) -> int | None:
-        try:
+        with suppress(OSError):  # there is none, or the group was removed
             return int(os.pread(self._opened(), 32, 0))
-        except OSError:  # there is none, or the group was removed
-            return None
+        return None
 
     def reset_peak(self) -> bool:
-        try:
-            mark = self._opened()
-            return self._resets and bool(os.pwrite(mark, (b"0", b"reset\n")[self.version - 1], 0))
-        except OSError:
-            self._resets = False
-            return False
+        with suppress(OSError):  # this kernel cannot, or it is mounted read-only as in a container
+            return bool(os.pwrite(self._opened(), (b"0", b"reset\n")[self.version - 1], 0))
+        return False
 
     def _opened(self) -> int:
         if self._mark is None:
             try:
                 self._mark = os.open(self.file("peak"), os.O_RDWR)
-            except FileNotFoundError:
-                self._mark = -1
             except OSError:  # not writable, or mounted read-only as in a container
-                self._mark, self._resets = os.open(self.file("peak"), os.O_RDONLY), False
+                self._mark = os.open(self.file("peak"), os.O_RDONLY)
         return self._mark
 
     def counters(self) -> Counters:

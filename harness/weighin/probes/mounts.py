@@ -8,23 +8,15 @@ from typing import Final, NamedTuple
 from weighin.units import KIB
 
 MOUNTS: Final = Path("/proc/self/mountinfo")
+_SYSFS: Final = Path("/sys")
 
 
 class Mounted(NamedTuple):
-    """The folder ``root`` of a file system is mounted at ``place``; ``device`` is its number, "8:1", and
-    ``options`` are the file system's, not the mount's.
-    """
-
-    device: str
-    root: str
+    root: str  # the folder of the file system that is mounted at ``place``
     place: Path
     kind: str
     source: str
-    options: list[str]
-
-    @property
-    def minor(self) -> int:
-        return int(self.device.partition(":")[2])
+    options: list[str]  # of the file system, not of the mount
 
 
 def read() -> list[Mounted]:
@@ -36,37 +28,38 @@ def parse(text: str) -> list[Mounted]:
     # Split only at "\n" and " ", because paths may contain Unicode's other line ends and blanks.
     for line in filter(None, text.split("\n")):
         before, _, after = line.partition(" - ")
-        _, _, device, root, place, *_ = before.split(" ")
+        _, _, _, root, place, *_ = before.split(" ")
         kind, source, options = after.split(" ", 2)
         place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)  # \040: a blank
-        found.append(Mounted(device, root, Path(place), kind, source, options.split(",")))
+        found.append(Mounted(root, Path(place), kind, source, options.split(",")))
     return found
 
 
 def file_system_of(path: Path) -> str:
     """Return the type of the file system of ``path``, or of its nearest folder that exists."""
-    place = _device_of(path)[0].resolve()
+    place = _nearest(path).resolve()
     above = [one for one in read() if place.is_relative_to(one.place)]
     above.sort(key=lambda one: len(one.place.parts))  # the last mount at a folder hides the others
     return above[-1].kind if above else "unknown"
 
 
-def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
+def read_ahead_bytes(path: Path) -> int:
     """Return how many bytes the kernel reads ahead on a page fault in a file at or below ``path``."""
-    _, number = _device_of(path)
-    disk = sysfs / "dev/block" / number
+    device = _nearest(path).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
     # A partition has its disk's setting in the folder above.
-    for folder in (sysfs / "class/bdi" / number, disk / "queue", disk / "../queue"):
-        if text := text_of(folder / "read_ahead_kb"):
+    for folder in (
+        f"class/bdi/{number}",
+        f"dev/block/{number}/queue",
+        f"dev/block/{number}/../queue",
+    ):
+        if text := text_of(_SYSFS / folder / "read_ahead_kb"):
             return int(text) * KIB
     return 128 * KIB  # the default of Linux
 
 
-def _device_of(path: Path) -> tuple[Path, str]:
-    """Return ``path`` or its nearest existing parent folder, with the device number, such as "8:1"."""
-    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
-    number = nearest.stat().st_dev
-    return nearest, f"{os.major(number)}:{os.minor(number)}"
+def _nearest(path: Path) -> Path:
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
 def text_of(path: Path) -> str | None:

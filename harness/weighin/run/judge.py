@@ -47,7 +47,6 @@ class Evidence:
     limits: Sequence[tuple[int, Path]] = ()  # of the cgroups around it, the smallest first
     ready: bool | None = None  # whether a server was ready before it was stopped
     escape: str = ""  # how a process got out of the limit
-    stalled: str = ""  # what the slow disk of a load still waited for
     printed: bytes = b""  # the last that a worker printed
     changed: _Judged | None = None  # the outcome and the reason if the checkpoint's files changed
 
@@ -111,8 +110,7 @@ def _of_load(end: Evidence) -> _Judged:
     """
     ranks, stopped = end.ranks, end.stopped
     if stopped and stopped.timeout_s is not None:
-        message = f"still running after {stopped.timeout_s:g} s, {end.where}"
-        return Outcome.TIMEOUT, message + (f"; {end.stalled}" if end.stalled else "")
+        return Outcome.TIMEOUT, f"still running after {stopped.timeout_s:g} s, {end.where}"
     if stopped:
         return Outcome.THRASHING, f"{verdict.why_killed(stopped)}; {end.where}"
     if all(each.is_done for each in ranks):

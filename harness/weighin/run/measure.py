@@ -291,7 +291,6 @@ class Watch:
                 seen.stopped = self._thrashes(self._reference)
             if not seen.stopped and now_s >= deadline:
                 seen.stopped = Stopped(time.monotonic_ns() - self.started_ns, timeout_s)
-                seen.stalled = spec.disk.stalled() if spec.disk else ""
             if seen.stopped or now_s >= ends_s:
                 self.running.kill()
                 self.release()
