@@ -20,15 +20,14 @@ import psutil
 
 from weighin.phase_reporter import memory_of as memory_fields
 from weighin.phase_reporter import parse_faults, parse_status
-from weighin.probes.cgroup import Cgroup, folders_of, outside, parent_of, room_in
+from weighin.probes.cgroup import Cgroup, folders_of, outside, parent_of
 from weighin.probes.process import Shares, read_rollup, read_shares, read_status
-from weighin.probes.process_table import Pause, ProcessTable, command_of
+from weighin.probes.process_table import Pause, ProcessTable
 from weighin.result import Sample
 from weighin.units import MIB
 
 _INTERVAL_S: Final = 0.02
 _LOAD_INTERVAL_S: Final = 0.005
-_FAST_INTERVAL_S: Final = 0.001
 _SEARCH_S: Final = 0.1  # between two searches for descendants, or readings of other processes
 _Read = TypeVar("_Read")
 
@@ -41,15 +40,6 @@ class Sampler:
       written, but not mapped.
     * A load: the sum of the anonymous memory of its ranks, and the cgroup's file-backed and shared memory,
       which counts a shared page only once; without a cgroup, the largest of any one rank.
-
-    Attributes:
-        caches_bytes: on cgroup v1, which does not count them apart, the kernel's caches of files' names
-            that were left when all processes had ended.
-        escape: how a process got out of the cgroup or its limit; empty if none did.
-        oom_kills: the processes that the OOM killer killed in the cgroup and those below it.
-        others: the most other processes at once that the process of a load started, and the largest
-            sum of their private memory, in bytes; (0, 0) with ranks.
-        peak: the sample with the most needed memory, or of those about equal, the highest total usage.
     """
 
     def __init__(
@@ -66,10 +56,17 @@ class Sampler:
         with the time in ns and the memory without page cache, in bytes.
         """
         self.samples: list[Sample] = []
+        # With the most needed memory, or of those about equal, the highest total usage.
         self.peak: Sample | None = None
         self.table = ProcessTable()
-        self.oom_kills: int | None = None
-        self.caches_bytes, self.escape, self.others = 0, "", (0, 0)
+        self.oom_kills: int | None = None  # in the cgroup and those below it
+        self.escape = ""  # how a process got out of the cgroup or its limit
+        self.caches_bytes = (
+            0  # on v1, the kernel's caches of files' names that were left at the end
+        )
+        # The most other processes at once that a single process of a load started, and the largest
+        # sum of their private memory, in bytes.
+        self.others = (0, 0)
         self.last_peaks_rss_bytes: list[int | None] = [None for _ in loading]
         self.rank_samples: dict[int, list[Sample]] = {}
         self._pid, self._find_members, self._cgroup = pid, members, cgroup
@@ -87,8 +84,6 @@ class Sampler:
         self._most_needed_bytes = 0
         # Of a cgroup:
         self._limit, self._is_lifted = cgroup.read("limit") if cgroup else None, False
-        # The peaks of a load are exact, so it is not sampled faster near its limit.
-        self._room_bytes = room_in(cgroup.path) if cgroup and not loading else None
         self._inside = {pid}
         self._kills: dict[str, int] = {}
         # Of a tree of processes:
@@ -107,21 +102,19 @@ class Sampler:
         self._thread.join()
         return self.samples
 
-    def without_caches(self) -> list[Sample]:
-        """Return the samples with ``caches_bytes``; call it when all processes have ended."""
+    def without_caches(self) -> None:
+        """Take ``caches_bytes`` into account, which v1 does not count apart, when all processes have ended."""
         group = self._cgroup
         if not group or group.read("kernel") is None or self._find_members():
-            return self.samples
+            return
         deadline = time.monotonic() + 0.2  # in which the kernel frees memory of ended processes
         while (left := group.read("kernel") or 0) >= MIB and time.monotonic() < deadline:
             time.sleep(_INTERVAL_S)
         self.caches_bytes = left
-        self.peak, self._most_needed_bytes = None, 0
-        for index, sample in enumerate(self.samples):
+        samples, self.samples, self.peak, self._most_needed_bytes = self.samples, [], None, 0
+        for sample in samples:
             reclaimable_bytes = min(left, sample.kernel_bytes or 0)
-            self.samples[index] = replace(sample, kernel_reclaimable_bytes=reclaimable_bytes)
-            self._note_peak(self.samples[index])
-        return self.samples
+            self._note(replace(sample, kernel_reclaimable_bytes=reclaimable_bytes))
 
     def raise_limit(self) -> None:
         self._is_lifted = True
@@ -134,23 +127,17 @@ class Sampler:
             # the processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
             with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
-        before: Sample | None = None
         is_last = False
         try:
             while not is_last:  # the last sample is taken after the stop
                 is_last, start_s = self._stop.is_set(), time.monotonic()
-                interval_s, now = self._interval_s, self._look()
-                if now and before and self._room_bytes is not None:  # it may soon meet its limit
-                    rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
-                    if rate * interval_s * 4 > self._room_bytes - _used(now):
-                        interval_s = min(_FAST_INTERVAL_S, interval_s)
-                before = now
-                self._stop.wait(max(start_s + interval_s - time.monotonic(), 0))
+                self._look()
+                self._stop.wait(max(start_s + self._interval_s - time.monotonic(), 0))
         finally:
             while self._opened:
                 os.close(self._opened.popitem()[1])
 
-    def _look(self) -> Sample | None:
+    def _look(self) -> None:
         t_ns, pids = time.monotonic_ns(), self._members
         if not self._loading or t_ns >= self._look_around_ns or self._stop.is_set():
             # This takes three times as long as a load's own sample.
@@ -167,9 +154,8 @@ class Sampler:
                 self.table.look(pids, t_ns)
         sample = self.read(t_ns, pids)
         if sample is None:
-            return None
-        self.samples.append(sample)
-        self._note_peak(sample)
+            return
+        self._note(sample)
         step_bytes = max(MIB, _usage(sample) // 100)
         if not self._loading and self._is_fresh and self._is_more(sample, self._kept, step_bytes):
             with self._keeping as is_due:
@@ -182,17 +168,15 @@ class Sampler:
                     self._kept = sample
         if self._at_sample:
             self._at_sample(t_ns, _used(sample))
-        return sample
 
-    def _note_peak(self, sample: Sample) -> None:
+    def _note(self, sample: Sample) -> None:
+        self.samples.append(sample)
         self._most_needed_bytes = max(self._most_needed_bytes, sample.needed_bytes)
         if self._is_more(sample, self.peak, step_bytes=1):
             self.peak = sample
 
     def _is_more(self, sample: Sample, before: Sample | None, step_bytes: int) -> bool:
-        """Return whether a sample has more needed memory than ``before``, or about the most and ``step_bytes`` more in
-        all.
-        """
+        """Return whether a sample has more needed memory than ``before``, or about the most and more in all."""
         if before is None:
             return True
         slack = max(MIB, self._most_needed_bytes // 100)
@@ -213,11 +197,8 @@ class Sampler:
 
     def _look_for_escapes(self, cgroup: Cgroup) -> None:
         """Look at processes that were in the cgroup before and, each 0.1 s, at descendants of those in it."""
-        who, whose = "the command", "the command's"
-        if self._loading:
-            who, whose = "the measured process", "its"
         if not self._is_lifted and cgroup.read("limit") != self._limit and cgroup.path.exists():
-            self.escape = f"{who} changed the limit of its cgroup"
+            self.escape = "the limit was changed"
         inside = set(self._members)
         suspects = self._inside - inside
         self._inside = inside | {self._pid}
@@ -229,10 +210,8 @@ class Sampler:
                 suspects |= family - inside
         for pid in suspects:
             if where := outside(pid, cgroup.path):
-                name = "a process"
-                with suppress(OSError):
-                    name = command_of(pid, "comm")
-                self.escape = f"{name} (pid {pid}) left {whose} cgroup for {where}"
+                whose = "its" if self._loading else "the command's"
+                self.escape = f"a process (pid {pid}) left {whose} cgroup for {where}"
 
     def read(self, t_ns: int, pids: list[int]) -> Sample | None:
         group, charge, stat = self._cgroup, None, dict[str, int]()
