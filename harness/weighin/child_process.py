@@ -41,10 +41,9 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dict[str, str]:
-    """Return this process's environment, with a PYTHONPATH of ``python_path``, ``CODE_PATH`` and, if
-    they are to be inherited, this process's own entries; an empty one would be the current folder.
-    """
+    """Return this process's environment, in which a child finds ``python_path`` and weighin's code."""
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep) if inherit else []
+    # An empty entry would be the current folder.
     paths = [*python_path, *CODE_PATH, *filter(None, inherited)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
@@ -56,6 +55,7 @@ class Channel:
         import socket  # imported here to save a worker's memory
 
         self._socket, self._read = socket.socket(fileno=descriptor), bytearray()
+        # A process that the other one has forked may keep the socket open after the other's end.
         self._awaited = [descriptor] if other is None else [descriptor, other]
 
     def send(self, event: str, **fields: Any) -> None:
@@ -64,9 +64,7 @@ class Channel:
             self._socket.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
 
     def receive(self, timeout_s: float = inf) -> dict[str, Any] | None:
-        """Return the next event; None after the last one, or if the other process has ended, although one
-        that it forked may keep the socket open. TimeoutError: none came in ``timeout_s``.
-        """
+        """Return the next event, or None if the other process has ended; raise TimeoutError if none comes."""
         deadline, start = monotonic() + timeout_s, 0
         while (end := self._read.find(b"\n", start)) < 0:
             start = len(self._read)  # a long event is searched once
@@ -127,7 +125,6 @@ class Child(Channel, contextlib.AbstractContextManager["Child"]):
         assert self._popen.stdout
         self._printed = Tail(os.dup(self._popen.stdout.fileno()))
         self._popen.stdout.close()
-        self._is_closed = False
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -144,9 +141,8 @@ class Child(Channel, contextlib.AbstractContextManager["Child"]):
 
     def close(self) -> None:
         """Kill the child's process group, and wait for the child's end; TimeoutError: it does not end."""
-        if self._is_closed:
+        if self._socket.fileno() < 0:  # it is closed
             return
-        self._is_closed = True
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(self.pid, signal.SIGKILL)
         try:
@@ -185,9 +181,7 @@ class Parent(Channel):
         os.close(nothing)
 
     def answer(self, event: str, make: Callable[[], Mapping[str, Any]]) -> int:
-        """Send what ``make`` returns as the fields of ``event``, or the HarnessError or OSError that it raises as
-        the event ``error``; return the exit code.
-        """
+        """Send what ``make`` returns as the fields of ``event``, or its error; return the exit code."""
         from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, explain
 
         try:
@@ -202,11 +196,9 @@ class Parent(Channel):
 
 
 def end_with_parent(parent: int = 0) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends; end now if ``parent``, a pid, is
-    not the parent any more.
-    """
+    """Let the kernel kill this process when the thread that started it, of the process ``parent``, ends."""
     _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG in linux/prctl.h
-    if parent and os.getppid() != parent:
+    if parent and os.getppid() != parent:  # it has ended before
         os._exit(ORPHANED)
 
 

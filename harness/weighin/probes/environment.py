@@ -24,19 +24,18 @@ _OWN_FILTER: Final = re.compile(
     r"^(?:local|worktree)\tfilter\..*\.(?:clean|process)$", re.MULTILINE
 )
 _SECRET: Final = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
-
-SETTINGS = (
+# Prefixes of the environment variables that affect allocators, threads or devices.
+_SETTINGS: Final = (
     "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "PYTHONMALLOC", "PYTHONDEVMODE", "PYTHONOPTIMIZE",
     "PYTORCH_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_NUM_THREADS", "CUDA_", "NVIDIA_",
 )  # fmt: skip
-"""Prefixes of the environment variables that affect allocators, threads or devices."""
 
 
 def settings() -> dict[str, str]:
     return {
         name: "***" if _SECRET.search(name) else masked(value)
         for name, value in sorted(os.environ.items())
-        if name.startswith(SETTINGS)
+        if name.startswith(_SETTINGS)
     }
 
 
@@ -62,11 +61,11 @@ def machine() -> dict[str, Any]:
 
 def code() -> dict[str, Any]:
     """Return weighin's version, and the git commit of the current folder."""
-    commit, status = _git("rev-parse", "--verify", "HEAD"), None
+    commit, is_changed = _git("rev-parse", "--verify", "HEAD"), None
     names = _git("config", "--show-scope", "--name-only", "--list") if commit else None
     if names is not None and not _OWN_FILTER.search(names):  # of which git would run the program
         status = _git(*_STATUS)
-    is_changed = None if status is None else bool(status)
+        is_changed = None if status is None else bool(status)
     return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
 
 

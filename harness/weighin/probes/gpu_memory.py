@@ -8,6 +8,7 @@ import bisect
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -18,7 +19,6 @@ from weighin.result import Sample
 from weighin.text import one_line
 
 _TIMEOUT_S: Final = 120
-_INSTEAD: Final = "weighin predict MODEL --device cuda needs no GPU"
 
 
 class Gpu(NamedTuple):
@@ -35,21 +35,22 @@ class GpuAnswer(NamedTuple):
 @cache
 def look() -> GpuAnswer:
     """Return the devices that torch finds; the first call imports torch in a subprocess."""
-    command = child_process.module("weighin.probes.gpu_memory")
+    command, repair = child_process.module("weighin.probes.gpu_memory"), ""
     try:
-        answer, why = child_process.ask(command, child_process.environment(), timeout_s=_TIMEOUT_S)
+        answer, why = child_process.ask(command, child_process.environment(), _TIMEOUT_S)
     except TimeoutError:
-        return GpuAnswer((), f"torch does not list GPUs within {_TIMEOUT_S} s", _INSTEAD)
+        answer, why = None, f"no answer in {_TIMEOUT_S} s"
     if not answer:
-        return GpuAnswer((), f"torch failed while listing GPUs: {one_line(why)}", _INSTEAD)
-    if gpus := tuple(Gpu(**gpu) for gpu in answer["gpus"]):
+        why = f"torch failed while listing GPUs: {one_line(why)}"
+    elif gpus := tuple(Gpu(**gpu) for gpu in answer["gpus"]):
         return GpuAnswer(gpus)
-    why = f"torch {answer['torch']} finds no CUDA GPU"
-    repair = "nvidia-smi shows whether the driver finds one"
-    if not answer["cuda"]:
+    elif answer["cuda"]:
+        why = f"torch {answer['torch']} finds no CUDA GPU"
+        repair = "nvidia-smi shows whether the driver finds one, or: "
+    else:
         why = f"this torch ({answer['torch']}) is built without CUDA"
-        repair = "install a CUDA build (pytorch.org/get-started)"
-    return GpuAnswer((), why, f"{repair}, or: {_INSTEAD}")
+        repair = "install a CUDA build (pytorch.org/get-started), or: "
+    return GpuAnswer((), why, f"{repair}weighin predict MODEL --device cuda needs no GPU")
 
 
 class NvmlUnavailable(Exception):
@@ -60,30 +61,23 @@ class DriverMemory:
     """Samples one process on one GPU, in a thread, until ``stop``."""
 
     def __init__(self, uuid: str | None, pid: int) -> None:
-        if uuid is None:
-            raise NvmlUnavailable("this version of torch does not report the UUID of the GPU")
         try:
             import pynvml  # of NVIDIA, which only machines with a GPU need
         except ModuleNotFoundError:
             why = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
             raise NvmlUnavailable(why) from None
+        if uuid is None:
+            raise NvmlUnavailable("this version of torch does not report the UUID of the GPU")
         self._nvml: Any = pynvml
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            raise NvmlUnavailable(f"NVML does not start: {error}") from None
-        self._pid = pid
+        self._pid, self._stop = pid, threading.Event()
         self._points: list[tuple[int, int]] = []
-        self._stop = threading.Event()
         try:
+            self._nvml.nvmlInit()
             self._device = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
             self.driver_version = str(self._nvml.nvmlSystemGetDriverVersion())
-            self._points.append((time.monotonic_ns(), self._used_bytes()))
-        except (pynvml.NVMLError, NvmlUnavailable) as error:
-            pynvml.nvmlShutdown()
-            if isinstance(error, NvmlUnavailable):
-                raise
+        except pynvml.NVMLError as error:
             raise NvmlUnavailable(f"NVML: {error}") from None
+        self._look()
         self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
         self._thread.start()
 
@@ -94,23 +88,21 @@ class DriverMemory:
         return self._points
 
     def _run(self) -> None:
-        while not self._stop.wait(0.02):  # one query takes about a millisecond
-            now = time.monotonic_ns()
-            try:
-                self._points.append((now, self._used_bytes()))
-            except (self._nvml.NVMLError, NvmlUnavailable):  # the process has ended
-                return
+        with suppress(NvmlUnavailable):  # the process has ended
+            while not self._stop.wait(0.02):  # one query takes about a millisecond
+                self._look()
 
-    def _used_bytes(self) -> int:
-        processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
-        used = {one.pid: one.usedGpuMemory for one in processes}
-        if self._pid not in used:
-            why = f"NVML lists no process {self._pid}: another PID namespace, or MIG"
+    def _look(self) -> None:
+        now, nvml = time.monotonic_ns(), self._nvml
+        try:
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
+        except nvml.NVMLError as error:
+            raise NvmlUnavailable(f"NVML: {error}") from None
+        used = {one.pid: one.usedGpuMemory for one in processes}.get(self._pid)
+        if used is None:
+            why = f"NVML does not report the memory of process {self._pid}: another PID namespace, or MIG"
             raise NvmlUnavailable(why)
-        if used[self._pid] is None:
-            why = "NVML does not report the memory of single processes on this machine"
-            raise NvmlUnavailable(why)
-        return int(used[self._pid])
+        self._points.append((now, int(used)))
 
 
 def with_cuda(
@@ -126,14 +118,15 @@ def with_cuda(
         index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
         return points[index][field] if index >= 0 else None
 
+    if not points:
+        return samples
     joined = []
-    for sample in samples if points else ():
-        allocated = latest(points, sample.t_ns, 1)
-        driver = latest(points, sample.t_ns, 2)
+    for one in samples:
+        allocated, driver = (latest(points, one.t_ns, field) for field in (1, 2))
         if driver_points is not None:
-            driver = latest(driver_points, sample.t_ns, 1)
-        joined.append(replace(sample, cuda_allocated_bytes=allocated, cuda_driver_bytes=driver))
-    return joined or samples
+            driver = latest(driver_points, one.t_ns, 1)
+        joined.append(replace(one, cuda_allocated_bytes=allocated, cuda_driver_bytes=driver))
+    return joined
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 _SYS_CACHESTAT = 451  # the same syscall number on every architecture; Linux 6.5
 _RETRY_S = 0.1
-_FAR_BYTES = 1024**3  # larger than any folio, the page cache's unit of several pages
 _MAP_FAILED = ctypes.c_size_t(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_size_t
@@ -81,28 +80,18 @@ def _sum(sizes: Collection[int | None]) -> int | None:
 def _cached_pages(descriptor: int, start: int, length: int) -> int | None:
     if length <= 0:
         return 0
-    pages = _cachestat_pages(descriptor, start, length)
-    return _mincore_pages(descriptor, start, length) if pages is None else pages
-
-
-def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
     stretch, counts = _CachestatRange(start, length), _Cachestat()
     failed = _libc.syscall(
         ctypes.c_long(_SYS_CACHESTAT), descriptor, ctypes.byref(stretch), ctypes.byref(counts), 0
     )
-    return None if failed else int(counts.nr_cache)
+    return _mincore_pages(descriptor, start, length) if failed else int(counts.nr_cache)
 
 
 def _mincore_pages(descriptor: int, start: int, length: int) -> int | None:
-    pages = _mincore(descriptor, start, length)
-    if not pages:
-        return pages
-    # Without permission, mincore reports even a page far behind the file's end as resident.
-    behind = (os.fstat(descriptor).st_size // _FAR_BYTES + 2) * _FAR_BYTES
-    return pages if _mincore(descriptor, behind, mmap.PAGESIZE) == 0 else None
-
-
-def _mincore(descriptor: int, start: int, length: int) -> int | None:
+    """Return what cachestat does, in 100 times its time."""
+    is_owner = os.fstat(descriptor).st_uid == os.geteuid()
+    if not is_owner and not os.access(f"/proc/self/fd/{descriptor}", os.W_OK, effective_ids=True):
+        return None
     residency = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
     # Python's mmap refuses a range behind the file's end.
     address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, start)

@@ -37,7 +37,7 @@ def read_shares(pid: int) -> Shares | None:
     rollup = read_rollup(pid)
     if "Pss_Anon" not in rollup:
         return None
-    anon, file, shmem = rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]
+    anon, file, shmem = (rollup[f"Pss_{kind}"] for kind in ("Anon", "File", "Shmem"))
     return Shares(
         max(anon - rollup["LazyFree"], 0),
         file,
