@@ -281,8 +281,8 @@ def test_without_nvml_the_figure_is_the_gpus_and_a_warning_says_why(
     result = watched(FakeRunning(script, pid=1))
     assert result.peaks.cuda_driver_sampled_bytes == 100_000
     assert result.warnings == (
-        "the GPU memory that the driver reports is that of all processes on the GPU: NVML lists no"
-        " process 1: another PID namespace, or MIG",
+        "the GPU memory that the driver reports is that of all processes on the GPU: NVML does"
+        " not report the memory of process 1: another PID namespace, or MIG",
     )
 
 
