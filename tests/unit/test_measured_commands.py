@@ -85,7 +85,7 @@ def result_of(take: Take) -> Callable[..., Result]:
 def test_a_command_that_is_killed_when_the_machine_has_no_memory(
     result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_log, "has_our_pids", lambda: False)
+    monkeypatch.setattr(kernel_log, "position", lambda: None)
     monkeypatch.setattr(watch, "read_machine_oom_kills", count(3).__next__)
     result = result_of("kill -KILL $$")
     assert (result.outcome, result.message) == (
@@ -304,7 +304,6 @@ def test_a_kill_of_another_program_is_not_this_commands(
 ) -> None:
     """Where the log names the machine's processes, and none of these."""
     monkeypatch.setattr(watch, "read_machine_oom_kills", count(3).__next__)
-    monkeypatch.setattr(kernel_log, "has_our_pids", lambda: True)
     monkeypatch.setattr(kernel_log, "kills_since", lambda *_, **__: ())
     result = result_of("kill -KILL $$")
     assert result.outcome is Outcome.COMMAND_FAILED

@@ -490,16 +490,16 @@ class Watch:
             return next(around, None) if kill.limit_of else spec.cell.ram_limit_bytes
 
         pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
-        log, self._log = self._log, None  # which is closed there
-        kills = kernel_log.kills_since(log, running.cgroup, running.pid or 0, pids, self._home)
-        seen.kills = kills and tuple(replace(each, limit_bytes=limit_of(each)) for each in kills)
         seen.machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
         if seen.machine_oom_kills == 0:
             seen.kills = ()
-        elif seen.kills is not None and kernel_log.has_our_pids():
-            seen.machine_oom_kills = len(
-                seen.kills
-            )  # the log names the killed: the others are not ours
+            return seen
+        log, self._log = self._log, None  # which is closed there
+        kills = kernel_log.kills_since(log, running.cgroup, running.pid or 0, pids, self._home)
+        if kills is not None:
+            seen.kills = [replace(each, limit_bytes=limit_of(each)) for each in kills]
+            # The log names the processes that were killed: the others are not ours.
+            seen.machine_oom_kills = len(kills)
         return seen
 
 
