@@ -2,7 +2,6 @@
 
 import heapq
 import os
-import re
 import stat
 import time
 from collections.abc import Collection, Mapping
@@ -22,7 +21,6 @@ from weighin.units import MIB
 _SHARE: Final = 0.05  # of a processor's time in which to examine processes, as this disturbs them
 _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
 _WITH_FILES: Final = 8  # processes
-_LIBRARY: Final = re.compile(r".*\.so(?:\.[\d.]+)?")
 _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 
 
@@ -76,15 +74,13 @@ class _Seen:
         sizes = (self.anon_bytes, self.file_bytes, self.shmem_bytes)
         return sum(size or 0 for size in sizes), self.highest_rss_bytes or 0
 
-    def note_name(self) -> None:
-        with suppress(OSError):  # the process has ended
+    def read(self, running: Mapping[int, Self]) -> None:
+        """Read the name, the first parent and the memory; ``running`` has all processes of the command."""
+        with suppress(OSError, KeyError):  # the process has ended
             # A process that ends loses its command line, and a process whose parent ends gets another.
             self.command = command_of(self.pid) or self.command or command_of(self.pid, "comm")
             self.parent_pid = self.parent_pid or parent_of(self.pid) or 0
-
-    def note_memory(self, parent: Self | None) -> None:
-        with suppress(OSError, KeyError):  # the process has ended
-            status = read_status(self.pid)
+            parent, status = running.get(self.parent_pid), read_status(self.pid)
             now, self.highest_rss_bytes = status["RssAnon"], status["VmHWM"]
             since = (parent.readings if parent else ())[: 1 if self.readings else 2]
             known = (self.least_anon_bytes,) if self.readings else since
@@ -92,32 +88,25 @@ class _Seen:
             self.parent_anon_bytes = max((self.parent_anon_bytes, *since))
             self.readings = (now, *self.readings[:1])
 
-    def note_files(self, *, with_mapped: bool) -> None:
-        """Record what is open, and files of earlier calls as closed: their content may still be in memory. The mapped
-        bytes are those of the last call ``with_mapped``.
-        """
+    def note_files(self) -> None:
+        """Record what is open, and files of earlier calls as closed: their content may still be in memory."""
         with suppress(OSError):  # the process has ended, or is another user's
-            found, now_ns = open_files(self.pid, with_mapped=with_mapped), time.monotonic_ns()
+            found, now_ns = open_files(self.pid), time.monotonic_ns()
             if is_exiting(self.pid):  # it was killed, so that the kernel has closed its files
                 return
-            known, files = {file.path: file for file in self.files}, []
+            files, known = [], {file.path: file for file in self.files}
             for file in found:
-                was = known.pop(file.path, replace(file, seen_ns=now_ns))
-                mapped_bytes = (file if with_mapped else was).mapped_bytes
-                files.append(replace(file, seen_ns=was.seen_ns, mapped_bytes=mapped_bytes))
-            for file in known.values():
-                if not with_mapped and file.mapped_bytes:
-                    files.append(file)
-                elif not with_mapped or file.position_bytes is not None:
-                    files.append(replace(file, is_open=False))
-            self.files = tuple(files[:32])
+                was = known.pop(file.path, None)
+                files.append(replace(file, seen_ns=was.seen_ns if was else now_ns))
+            read = (file for file in known.values() if file.position_bytes is not None)
+            self.files = (*files, *(replace(file, is_open=False) for file in read))[:32]
 
 
 class ProcessTable:
     def __init__(self) -> None:
         self._running: dict[int, _Seen] = {}
         self._ended: list[_Seen] = []
-        self._names, self._files, self._memory = Pause(least_s=0.5), Pause(), Pause()
+        self._reading = Pause()
         self._past: list[dict[int, int]] = [{}]  # the anonymous memory of each, at each rise
         self.most_anon_bytes = 0  # of a single process
 
@@ -128,19 +117,13 @@ class ProcessTable:
             self._running.setdefault(pid, _Seen(pid, t_ns, t_ns)).end_ns = t_ns
         running = self._running.values()
         new = [seen for seen in running if t_ns - seen.start_ns < _SETTLED_NS]
-        with self._names as is_due:
+        with self._reading as is_due:
             for seen in running if is_due else new:
-                seen.note_name()
-        with self._memory as is_due:
-            for seen in running if is_due else new:
-                seen.note_memory(self._running.get(seen.parent_pid))
+                seen.read(self._running)
                 self.most_anon_bytes = max((self.most_anon_bytes, *seen.readings))
             now = self._anon_now() if is_due else {}
             if sum(now.values()) >= 1.1 * sum(self._past[-1].values()) + MIB:
                 self._past.append(now)
-        with self._files as is_due:
-            for seen in heapq.nlargest(_WITH_FILES, running, key=_Seen.weight) if is_due else ():
-                seen.note_files(with_mapped=False)
         if len(self._ended) > 2000:  # so many are kept while the command runs
             self._ended = heapq.nlargest(_MOST_PROCESSES, self._ended, key=_Seen.weight)
 
@@ -150,11 +133,10 @@ class ProcessTable:
             seen.anon_bytes = seen.file_bytes = seen.shmem_bytes = seen.grown_bytes = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
-            seen.note_name()
-            seen.note_memory(self._running.get(seen.parent_pid))
+            seen.read(self._running)
             seen.anon_bytes, seen.file_bytes, seen.shmem_bytes, *_ = shares[seen.pid]
         for seen in heapq.nlargest(_WITH_FILES, found, key=_Seen.weight):
-            seen.note_files(with_mapped=True)
+            seen.note_files()
         now = self._anon_now()
         recent_bytes = 0.75 * sum(now.values())  # growth counts since all together had so much
         before = next((p for p in reversed(self._past) if sum(p.values()) <= recent_bytes), {})
@@ -182,36 +164,36 @@ class ProcessTable:
         return tuple(Process(**{name: getattr(seen, name) for name in names}) for seen in largest)
 
 
-def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
+def open_files(pid: int) -> tuple[OpenFile, ...]:
     """Return up to 16 data files of at least 1 MiB that a process reads, the largest first; no programs, libraries,
     and locale archives.
     """
-    files: dict[str, OpenFile] = {}
-    for path, mapped_bytes in (_mapped(pid) if with_mapped else {}).items():
+    mapped, sizes, positions = _mapped(pid), dict[str, int](), dict[str, int]()
+    for path in mapped:
         with suppress(OSError):  # the file was deleted
-            if size := _large_size(f"/proc/{pid}/root{path}"):
-                files[path] = OpenFile(one_line(path), size, mapped_bytes=mapped_bytes)
+            sizes[path] = _size(f"/proc/{pid}/root{path}")
     for link in islice(Path(f"/proc/{pid}/fd").iterdir(), 512):  # a server may have ten thousand
         with suppress(OSError):  # the file was closed
-            if not (size := _large_size(str(link))):
+            if (size := _size(str(link))) < MIB:
                 continue
             path = str(link.readlink()).removesuffix(" (deleted)")
             position, flags, *_ = read_text(f"/proc/{pid}/fdinfo/{link.name}").split("\n")
-            only_writes = int(flags.split()[1], 8) & os.O_ACCMODE == os.O_WRONLY
-            if only_writes or _LIBRARY.fullmatch(path):  # the linker has it open to read its header
-                continue
-            was = files.get(path, OpenFile(one_line(path), size))
-            furthest = max(
-                int(position.split()[1]), was.position_bytes or 0
-            )  # it may be open twice
-            files[path] = replace(was, size_bytes=size, position_bytes=furthest)
-    return tuple(sorted(files.values(), key=lambda file: -file.size_bytes)[:16])
+            if int(flags.split()[1], 8) & os.O_ACCMODE != os.O_WRONLY:
+                sizes[path] = size
+                furthest = max(int(position.split()[1]), positions.get(path, 0))
+                positions[path] = furthest  # it may be open twice
+    largest = heapq.nlargest(
+        16, (path for path in sizes if sizes[path] >= MIB), key=sizes.__getitem__
+    )
+    return tuple(
+        OpenFile(one_line(path), sizes[path], positions.get(path), mapped.get(path, 0))
+        for path in largest
+    )
 
 
-def _large_size(path: str) -> int:
+def _size(path: str) -> int:
     found = os.stat(path)  # noqa: PTH116 (quicker than Path.stat)
-    is_large = stat.S_ISREG(found.st_mode) and found.st_size >= MIB
-    return found.st_size if is_large else 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _mapped(pid: int) -> dict[str, int]:
