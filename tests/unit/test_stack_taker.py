@@ -102,6 +102,7 @@ def test_an_answer_of_another_kind_ends_nothing(
     monkeypatch.setattr(shutil, "which", lambda *_, **__: str(program))
     taker = StackTaker(lambda: [os.getpid()])
     look(taker, 1, 100 * MIB)
-    assert taker.why.startswith("the answer of py-spy cannot be read: TypeError")
+    assert taker.why.startswith("py-spy cannot read ")
+    assert "TypeError" in taker.why
     assert taker.frozen_ns > 0
     look(taker, 2, 200 * MIB)
