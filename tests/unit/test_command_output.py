@@ -3,7 +3,6 @@
 import fcntl
 import os
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from ran_commands import make_command, settings_of
 
 from weighin.result import Mark
 from weighin.run.commands import CommandSpec
-from weighin.run.output import Relay, _Channel
+from weighin.run.output import Relay
 
 NOTHING = "[^\\s\\S]"  # a search that finds nothing
 PASSED_ON = """
@@ -36,10 +35,10 @@ def relay(
     program: str,
     targets: Sequence[int],
     marks: Sequence[str] = (NOTHING,),
-    during: Callable[[], object] = lambda: None,
+    during: Callable[[Relay], object] = lambda _: None,
     **how: Any,
-) -> tuple[int, tuple[Mark, ...], int]:
-    """Run a Python program; return its exit code, the marks and the number of all marks."""
+) -> tuple[Mark, ...]:
+    """Run a Python program, and return the marks."""
     relay = Relay(targets, marks, **how)
     try:
         with subprocess.Popen(
@@ -49,17 +48,17 @@ def relay(
             stderr=relay.streams.stderr,
         ) as process:
             relay.start()
-            during()
+            during(relay)
             process.wait()
         relay.finish()
     finally:
         relay.close()
-    return process.returncode, relay.marks, relay.number_of_marks
+    return relay.marks
 
 
 def to_files(folder: Path, program: str, **how: Any) -> tuple[bytes, bytes, tuple[Mark, ...]]:
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        _, marks, _ = relay(program, (out.fileno(), err.fileno()), **how)
+        marks = relay(program, (out.fileno(), err.fileno()), **how)
     return (folder / "out").read_bytes(), (folder / "err").read_bytes(), marks
 
 
@@ -147,41 +146,35 @@ class Terminal:
         os.close(self.descriptor)
 
 
-def test_a_command_is_told_when_its_terminal_changes_its_size() -> None:
+def test_a_command_gets_the_size_of_the_terminal() -> None:
     terminal = Terminal()
 
-    def resize() -> None:
-        while b"wait" not in terminal.read():
+    def resize(relay: Relay) -> None:
+        while b"(100, 30)" not in terminal.read():
             time.sleep(0.01)
+        assert not relay.resize()
         terminal.resize(40, 90)
-        os.kill(os.getpid(), signal.SIGWINCH)  # a terminal tells its own session only
+        assert relay.resize()
 
     program = (
-        "import os, signal, sys, time\n"
-        "sizes = []\n"
-        "signal.signal(signal.SIGWINCH, lambda *_: sizes.append(os.get_terminal_size(1)))\n"
-        "print('wait', flush=True)\n"
-        "while not sizes: time.sleep(0.01)\n"
-        "print(tuple(sizes[-1]))"
+        "import os, time\n"
+        "size = before = os.get_terminal_size(1)\n"
+        "print(tuple(before), flush=True)\n"
+        "while size == before: size = os.get_terminal_size(1); time.sleep(0.01)\n"
+        "print(tuple(size))"
     )
     relay(program, [terminal.descriptor] * 2, during=resize)
     shown = terminal.read()
     terminal.close()
-    assert shown == b"wait\r\n(90, 40)\r\n"
+    assert shown == b"(100, 30)\r\n(90, 40)\r\n"
 
 
-def test_a_terminal_that_is_closed_meanwhile_is_not_resized(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_terminal_that_is_closed_meanwhile_is_not_resized() -> None:
     terminal = Terminal()
-    channel, real = _Channel(terminal.descriptor), fcntl.ioctl
-
-    def closing(*given: Any) -> Any:
-        channel.close()  # as the relay's thread does
-        return real(*given)
-
-    monkeypatch.setattr(fcntl, "ioctl", closing)
-    assert not channel.resize()
+    relay = Relay([terminal.descriptor] * 2, [NOTHING])
+    relay.close()
+    terminal.resize(40, 90)
+    assert not relay.resize()
     terminal.close()
 
 

@@ -81,20 +81,13 @@ class CommandSpec(Spec):
         return running
 
     def finish(self, _seen: Evidence) -> list[str]:
-        output, warnings = self._output, []
-        output.finish()
-        if output.number_of_marks > len(output.marks):
-            warnings.append(
-                f"{output.number_of_marks:,} lines matched --mark; the record keeps the newest"
-                f" {len(output.marks):,}"
-            )
-        if output.given_up:
-            warnings.append(
-                f"{output.given_up:,} lines were not searched to the end for --mark or --ready,"
-                " which took more than 0.1 s each: a repeat inside a repeat, such as (a+)+, can take"
-                " forever"
-            )
-        return warnings
+        self._output.finish()
+        if not self._output.gave_up:
+            return []
+        return [
+            "some lines were not searched to the end for --mark or --ready, which took more than 0.1 s:"
+            " a repeat inside a repeat, such as (a+)+, can take forever"
+        ]
 
     def _take(self, number: int, _frame: object = None, *, by_terminal: bool | None = None) -> None:
         """Pass one signal on; a SIGINT counts as Ctrl-C of the terminal, unless that is known."""
@@ -112,11 +105,10 @@ class CommandSpec(Spec):
         while info := signal.sigwaitinfo(self._numbers):
             if self._is_over:
                 return
-            resize = signal.getsignal(info.si_signo) if info.si_signo == signal.SIGWINCH else None
-            if callable(resize) and resize != self._take:
-                resize(info.si_signo, None)
-                if info.si_pid == os.getpid():  # ``resize`` sent it to the command as well
-                    continue
+            if info.si_signo == signal.SIGWINCH and self._output.resize():
+                # The command got this signal, too, and may have read the size before it was copied.
+                os.killpg(0, signal.SIGWINCH)
+                continue
             self._take(info.si_signo, by_terminal=info.si_code == _BY_KERNEL)
 
     @contextmanager

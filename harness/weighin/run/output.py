@@ -4,17 +4,15 @@ The command writes to a pseudo-terminal if this process writes to a terminal, be
 differently to a pipe. weighin passes the output on before it searches the output for patterns.
 """
 
-import fcntl
 import os
 import re
-import signal
 import termios
 import threading
 import time
 import tty
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from io import FileIO
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -30,7 +28,6 @@ _MOST_MARKS: Final = 1000  # (output lines that match a pattern) of a record: th
 _TEXT_LENGTH: Final = 160
 _SILENCE_S: Final = 0.2  # after the command's end, because another process may keep its output open
 _PROMPT_S: Final = 0.05  # a line without a line end for this time is a prompt
-_NO_SIZE: Final = bytes(8)  # room for rows, columns, and the size in pixels: struct winsize
 _LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
 _PATIENCE_S: Final = 0.1  # for one search
 _ANSWER_S: Final = 2.0
@@ -42,34 +39,22 @@ class _Channel:
     """A pipe or a pseudo-terminal from the command to the descriptor ``target``."""
 
     def __init__(self, target: int) -> None:
-        self.target, self.is_terminal = target, os.isatty(target)
-        source, command_end = os.openpty() if self.is_terminal else os.pipe()
-        self.source, self.command_end = FileIO(source), FileIO(command_end, "w")
-        if self.is_terminal:
+        is_terminal = os.isatty(target)
+        source, command_end = os.openpty() if is_terminal else os.pipe()
+        self.target, self.source, self.command_end = (
+            target,
+            FileIO(source),
+            FileIO(command_end, "w"),
+        )
+        if is_terminal:
             tty.setraw(command_end)  # the real terminal already converts line ends
-            self.resize()
-
-    def resize(self) -> bool:
-        """Give the pseudo-terminal the real terminal's size; return whether this changes its size."""
-        if not self.is_terminal or self.source.closed:
-            return False
-        with suppress(OSError, ValueError):  # its thread has just closed the source
-            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, _NO_SIZE)
-            if size != fcntl.ioctl(self.source, termios.TIOCGWINSZ, _NO_SIZE):
-                fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
-                return True
-        return False
-
-    def close(self) -> None:
-        self.source.close()
-        self.command_end.close()
 
 
 class Relay:
     """Passes one command's output on to ``targets``, descriptors of standard output and error. A line that matches
     ``marks`` or ``ready`` becomes a ``Mark``, with the time of its last character. At the first line or
     prompt that matches ``ready``, a thread calls ``at_ready``. Without any pattern, the command writes to
-    the targets directly.
+    the targets directly. ``gave_up``: the search of a line took too long.
     """
 
     def __init__(
@@ -80,22 +65,22 @@ class Relay:
         at_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._noted: deque[Mark] = deque(maxlen=_MOST_MARKS)
-        self.number_of_marks = self.given_up = 0  # lines whose search took too long
+        self.gave_up = False
         self._patterns: list[Any] = []
         if patterns := [*marks, *([ready] if ready else [])]:
             import regex  # takes 0.02 s
 
             self._patterns = [*map(regex.compile, patterns)]
         self._ready, self._at_ready = self._patterns[-1] if ready else None, at_ready
-        self._lock, self._ends = threading.Lock(), threading.Event()
         self._channels: list[_Channel] = []
+        self._threads: list[threading.Thread] = []
+        self._ends = threading.Event()
         ends = [
             self._open(target) if self._patterns else None if target == its_own else target
             for target, its_own in zip(targets, STANDARD, strict=True)
         ]
         self.streams = Streams(stdout=ends[0], stderr=ends[1])
-        self._threads: list[threading.Thread] = []
-        self._resizing = ExitStack()
+        self.resize()
 
     def _open(self, target: int) -> int | None:
         """Return where the command writes for ``target``: one pipe for both if they are the same file."""
@@ -109,21 +94,25 @@ class Relay:
         self._channels.append(_Channel(target))
         return self._channels[-1].command_end.fileno()
 
+    def resize(self) -> bool:
+        """Give pseudo-terminals the real terminal's size; return whether this changes the size of one."""
+        is_changed = False
+        for channel in self._channels:
+            # A pipe has no size, and the channel's thread may just have closed the source.
+            with suppress(termios.error, ValueError):
+                size = termios.tcgetwinsize(channel.target)
+                if size != termios.tcgetwinsize(channel.source):
+                    termios.tcsetwinsize(channel.source, size)
+                    is_changed = True
+        return is_changed
+
     def start(self) -> None:
         """Start to pass the output on, in threads, after the command has started."""
-        if any(channel.is_terminal for channel in self._channels):
-            before = signal.signal(signal.SIGWINCH, self._resize)
-            self._resizing.callback(signal.signal, signal.SIGWINCH, before)
         for channel in self._channels:
             channel.command_end.close()
             relaying = threading.Thread(target=self._relay, args=[channel], daemon=True)
             self._threads.append(relaying)
             relaying.start()
-
-    def _resize(self, *_: object) -> None:
-        if [channel for channel in self._channels if channel.resize()]:
-            # The command got SIGWINCH, too, and may have read the size before it was copied.
-            os.killpg(0, signal.SIGWINCH)
 
     def finish(self) -> None:
         """Pass on the rest of the output, after all processes of the command ended."""
@@ -133,9 +122,9 @@ class Relay:
 
     def close(self) -> None:
         """Close all descriptors; output that ``finish`` has not passed on is lost."""
-        self._resizing.close()
         for channel in self._channels:
-            channel.close()
+            channel.source.close()
+            channel.command_end.close()
 
     @property
     def marks(self) -> tuple[Mark, ...]:
@@ -165,31 +154,27 @@ class Relay:
                 begun = data[end + 1 :]
             begun_ns = now_ns
         self._note(_plain(begun), begun_ns, begun_ns)
-        channel.close()
+        channel.source.close()
 
     def _note(self, lines: str, first_ns: int, rest_ns: int) -> None:
         """Search complete lines, of which the first one ended at ``first_ns``, the others later."""
         for number, line in enumerate(lines.split("\n")):
             if line and any(self._finds(each, line) for each in self._patterns):
                 t_ns = rest_ns if number else first_ns
-                with self._lock:
-                    self._noted.append(Mark(t_ns, one_line(line, _TEXT_LENGTH)))
-                    self.number_of_marks += 1
+                self._noted.append(Mark(t_ns, one_line(line, _TEXT_LENGTH)))
                 self._look_if_ready(line)
+
+    def _look_if_ready(self, line: str) -> None:
+        if (pattern := self._ready) and self._finds(pattern, line):
+            self._ready = None
+            self._at_ready()
 
     def _finds(self, pattern: Any, line: str) -> bool:
         try:
             return pattern.search(line, timeout=_PATIENCE_S) is not None
         except TimeoutError:
-            self.given_up += 1
+            self.gave_up = True
             return False
-
-    def _look_if_ready(self, line: str) -> None:
-        with self._lock:
-            if not self._ready or not self._finds(self._ready, line):
-                return
-            self._ready = None
-        self._at_ready()
 
 
 def _plain(output: bytes) -> str:
