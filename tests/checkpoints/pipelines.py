@@ -218,10 +218,7 @@ LAYOUTS: Final = [
         "a whole pipeline",
         GROUP,
         _pipeline,
-        refused(
-            r"a diffusers pipeline of 3 models: unet .*.*largest.*: .*unet",
-            all_but("inspect", "predict", "recommend"),
-        ),
+        refused(r"a diffusers pipeline of 3 models: unet .*.*largest.*: .*unet"),
         packages=PACKAGES,
     ),
     Layout(

@@ -132,7 +132,7 @@ class _Run:
         if verdict := _not_right(ended):
             return verdict
         answer = json.loads((self.folder / "inspected.json").read_text())
-        listed = answer["parts" if "pipeline" in answer else "tensors"]
+        listed = answer["tensors"]
         if self.is_folder:
             return Verdict("right" if listed else "WRONG", _words(ended))
         truth = json.loads((self.folder / "made.json").read_text())["tensors"]

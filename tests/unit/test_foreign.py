@@ -15,7 +15,6 @@ from weighin.records import run_folder
 from weighin.result import OURS, Outcome
 from weighin.settings.definition import read_suite
 from weighin.settings.yaml_file import read_mapping
-from weighin.stream import pipeline
 from weighin.stream.foreign import no_model, read_object
 from weighin.stream.pretrained_folder import read_folder
 from weighin.worker.phases import named_by_strategy
@@ -130,7 +129,7 @@ def test_a_fifo_among_the_files_of_a_model_does_not_hang(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"index\.json: cannot be read: not a regular file"):
         read_object(tmp_path / "model.safetensors.index.json", "")
     (tmp_path / "pipeline").mkdir()
-    os.mkfifo(tmp_path / "pipeline" / pipeline.INDEX)
+    os.mkfifo(tmp_path / "pipeline" / "model_index.json")
     assert no_model(tmp_path / "pipeline").message.startswith(f"{tmp_path}/pipeline")
 
 

@@ -184,47 +184,6 @@ def test_another_peak_is_said_beyond_1_percent_and_16_mib(above: int, is_said: b
         assert ("in processes where a small block" in text) == is_said
 
 
-def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
-    def text(answers: list[tables.Combined]) -> str:
-        out = io.StringIO()
-        for part in tables.pipeline_table("a [pipe] line", answers):
-            Console(file=out, width=120).print(part)
-        return out.getvalue()
-
-    sizes: dict[str, Any] = {"model_bytes": 5 * GIB, "host_anon_peak_bytes": GIB, "host_file_peak_bytes": 2 * GIB,
-             "floor_bytes": 3 * GIB}  # fmt: skip
-    gpu: dict[str, Any] = {"cuda_requested_bytes": 4 * GIB, "cuda_allocated_bytes": 6 * GIB,
-           "cuda_reserved_bytes": 7 * GIB}  # fmt: skip
-    held = (tables.TOGETHER, tables.ONE_AFTER_THE_OTHER)
-    known = [tables.Combined("streaming", one, **sizes) for one in held]
-    failed = [tables.Combined("odd", one, cannot="vae: no") for one in held]
-    plain = text([*known, *failed])
-    assert "a [pipe] line (5.000 GiB) · all parts · predicted peaks, GiB" in " ".join(plain.split())
-    assert cells_of(plain, "streaming") == ["streaming", "together", "1.000", "2.000", "3.000"]
-    assert plain.count("odd: the whole pipeline is not predicted: vae: no") == 1
-    assert " ".join(plain.split()).endswith("each part is freed before the next one is loaded.")
-    row = cells_of(text([replace(one, **gpu) for one in known]), "streaming")
-    assert row[-3:] == ["4.000", "6.000", "7.000"]
-    assert "predicted peaks" not in text(failed)
-
-
-def test_what_a_part_keeps_is_its_memory_in_the_last_phase() -> None:
-    phases = (
-        PredictedPhase("read", host_anon_peak_bytes=900, host_file_peak_bytes=1),
-        PredictedPhase(
-            "touch", host_anon_peak_bytes=700, host_file_peak_bytes=50, cuda_requested_bytes=8
-        ),
-    )
-    one = replace(ONE, baseline_anon_bytes=100, baseline_file_bytes=20, phases=phases)
-    assert tables.stay(one) == 600
-    assert tables.stay(one, "host_file_peak_bytes") == 30
-    assert tables.stay(one, "cuda_requested_bytes") == 8
-    assert tables.stay(one, "cuda_allocated_bytes") == 0
-    assert tables.stay(replace(one, phases=())) == 0
-    assert tables.stay(replace(one, baseline_anon_bytes=None)) == 700
-    assert tables.stay(replace(one, baseline_anon_bytes=800)) == 0
-
-
 # -- what is not followed
 
 

@@ -1,5 +1,5 @@
-"""List a checkpoint's tensors, or the parts of a pipeline, for ``weighin inspect``, and compute from their
-sizes how much memory each strategy should need; read no tensor data, and import no torch.
+"""List a checkpoint's tensors for ``weighin inspect``, and compute from their sizes how much memory each
+strategy should need; read no tensor data, and import no torch.
 """
 
 from collections import Counter
@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
-from shlex import quote
 from typing import Any, Final, NamedTuple
 
-from weighin.errors import HarnessError, UnknownName
+from weighin.errors import UnknownName
 from weighin.files import object_in
 from weighin.show.table import Column, Entry, Table
-from weighin.stream import formats, pipeline, quantised
+from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.folders import MAX_SHARD_BYTES, module_of
 from weighin.stream.foreign import remembering
@@ -32,7 +31,6 @@ Document = dict[str, Any]
 SORTS: Final = ("file", "name", "size")
 _SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
 _SHOWN_FILES: Final = 5
-_SUMMED: Final = ("tensors", "shared", "numbers", "bytes", "file_bytes")  # over a pipeline's parts
 
 
 class _Footprint(NamedTuple):
@@ -222,7 +220,13 @@ def _notes(
 def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> list[Table | str]:
     """Return what ``weighin inspect`` prints for a checkpoint; UnknownName: ``sort`` is not one of SORTS."""
     layout, totals = found["layout"], found["totals"]
-    tensors = _in_order(found["tensors"], sort, lambda one: int(one["bytes"]))
+    if sort not in SORTS:
+        raise UnknownName("order of tensors", sort, SORTS)
+    tensors = list(found["tensors"])
+    if sort == "name":
+        tensors.sort(key=lambda one: str(one["name"]))
+    elif sort == "size":
+        tensors.sort(key=lambda one: -int(one["bytes"]))
     is_encoded = any(one["encoding"] for one in tensors)
     counts = {
         "sharing a storage with an earlier one": totals["shared"],
@@ -269,17 +273,6 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
     ]
 
 
-def _in_order(
-    items: Sequence[Document], sort: str, size: Callable[[Document], int]
-) -> list[Document]:
-    """Return the items by name or by size (the largest first); "file" keeps their order."""
-    if sort not in SORTS:
-        raise UnknownName("order of tensors", sort, SORTS)
-    if sort == "size":
-        return sorted(items, key=size, reverse=True)
-    return sorted(items, key=lambda item: str(item["name"])) if sort == "name" else list(items)
-
-
 def _tensor_table(tensors: list[Document], *, is_encoded: bool, show_all: bool) -> Table:
     texts: dict[str, Callable[[Document], str]] = {
         "tensor": lambda one: one_line(one["name"], 100),
@@ -302,77 +295,3 @@ def _tensor_table(tensors: list[Document], *, is_encoded: bool, show_all: bool) 
         half = _SHOWN_ROWS // 2
         rows[half : half + left_out] = [[more, *[""] * (len(columns) - 1)]]
     return Table("", columns, rows)
-
-
-def inspect_pipeline(path: Path) -> Document:
-    """Describe the pipeline of diffusers in a folder, as ``--json`` does. A part that cannot be read has an
-    ``error``, and does not count in ``totals``.
-    """
-    found = pipeline.read(path)
-    parts: list[Document] = []
-    for part in found.models:
-        about: Document = {
-            "name": part.name,
-            "library": part.library,
-            "class": part.class_name,
-            "path": str(part.path),
-            **dict.fromkeys(("layout", "dtypes", "files", "totals", "error")),
-        }
-        try:
-            inside = inspect(part.path)
-        except HarnessError as error:
-            about["error"] = one_line(f"{error.message}. {error.repair}")
-        else:
-            about |= {key: inside[key] for key in ("layout", "files", "totals")}
-            dtypes = Counter(tensor["dtype"] for tensor in inside["tensors"])
-            about["dtypes"] = [dtype for dtype, _ in dtypes.most_common()]
-        parts.append(about)
-    read = [each["totals"] for each in parts if each["totals"]]
-    folders = [part for part in found.parts if part.path.is_dir()]
-    return {
-        "path": str(path),
-        "pipeline": found.class_name,
-        "parts": parts,
-        "without_weights": [part.name for part in folders if part.file_bytes is None],
-        "missing": [part.name for part in found.parts if part not in folders],
-        "totals": {key: sum(each[key] for each in read) for key in _SUMMED},
-    }
-
-
-def pipeline_tables(found: Document, *, sort: str = "file") -> list[Table | str]:
-    """Return what ``weighin inspect`` prints for a pipeline; UnknownName: ``sort`` is not one of SORTS."""
-
-    def size(part: Document) -> int:
-        return int(part["totals"]["bytes"]) if part["totals"] else 0
-
-    parts = found["parts"]
-    rows = [
-        [
-            one_line(part["name"]),
-            one_line(part["class"]),
-            part["layout"] or "not read",
-            ", ".join(part["dtypes"] or ()),
-            f"{part['totals']['tensors']}" if part["totals"] else "-",
-            format_bytes(part["totals"]["bytes"]) if part["totals"] else "-",
-        ]
-        for part in _in_order(parts, sort, size)
-    ]
-    heads = ("part", "class", "format", "dtype", "tensors", "size")
-    table = Table.of(heads, rows, names=4)
-    lines = [
-        f"{one_line(found['path'])}: a pipeline of diffusers"
-        + (f", {one_line(found['pipeline'])}" if found["pipeline"] else "")
-        + f", {len(parts)} models, {format_bytes(found['totals']['bytes'])}",
-        *(f"{part['name']} is not read: {part['error']}" for part in parts if part["error"]),
-    ]
-    for what, names in (
-        ("without weights", found["without_weights"]),
-        ("named in model_index.json, but not in the folder", found["missing"]),
-    ):
-        if names:
-            lines.append(f"{what}: {one_line(', '.join(names))}")
-    lines.append(
-        f"Each part is a model of its own: weighin inspect {quote(max(parts, key=size)['path'])}."
-        " weighin predict and recommend take the whole pipeline."
-    )
-    return [table, *lines]

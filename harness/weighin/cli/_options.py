@@ -289,33 +289,6 @@ def one_model(context: click.Context) -> str:
     return argument or named
 
 
-def pipeline(
-    context: click.Context, settings: "Settings", *others: str
-) -> tuple[Path, dict[str, Path]] | None:
-    """Return the folder of a diffusers pipeline that stands in place of a model, and the folders of its
-    parts by name; None for anything else, and for a pipeline without weights.
-
-    The options in ``others`` and --use are refused, because they need one model.
-    """
-    from weighin.stream import pipeline as pipelines
-    from weighin.stream.pretrained_folder import path_of
-
-    path = path_of(Path(settings.models[0].source), settings.revision)
-    if len(settings.models) > 1 or not pipelines.is_pipeline(path):
-        return None
-    if not (parts := pipelines.read(path).models):
-        return None
-    reason = "these options need one model, not a pipeline"
-    refuse(context, ("uses", *others), reason, "leave them out, or give the folder of one part")
-    return path, {part.name: part.path for part in parts}
-
-
-def of_part(settings: "Settings", folder: Path) -> "Settings":
-    """Return the settings of a pipeline with one of its parts as the model."""
-    names = {"name": str(folder), "folder": "", "builder": ""}
-    return settings.model_copy(update={"models": [settings.models[0].model_copy(update=names)]})
-
-
 def names(text: str) -> list[str]:
     """Split a text at its commas."""
     return [name.strip() for name in text.split(",") if name.strip()]

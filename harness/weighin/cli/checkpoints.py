@@ -44,20 +44,14 @@ def inspect(context: click.Context, typed: dict[str, Any]) -> None:
     """List the tensors of a checkpoint, and estimate the memory of loading it.
 
     Of a path, no tensor data is read and no code is run, and torch is not imported. Of a built-in
-    model or a builder, you see the checkpoint that `weighin bench` would generate; of the folder of a
-    diffusers pipeline, its parts and their sizes.
+    model or a builder, you see the checkpoint that `weighin bench` would generate.
     """
     from weighin.checkpoint import inspect as inspecting
     from weighin.stream.foreign import remembering
 
-    settings = _options.read(context)
-    if found := _options.pipeline(context, settings, "all", "key"):
-        document = inspecting.inspect_pipeline(found[0])
-        parts = inspecting.pipeline_tables(document, sort=typed["sort"])
-    else:
-        with remembering():  # the notes are of the headers that inspect reads
-            document = _inspected(settings)
-        parts = inspecting.tables(document, sort=typed["sort"], show_all=typed["all"])
+    with remembering():  # the notes are of the headers that inspect reads
+        document = _inspected(_options.read(context))
+    parts = inspecting.tables(document, sort=typed["sort"], show_all=typed["all"])
     _console.deliver(typed["json"], document, *parts, folds=False)
 
 

@@ -1,15 +1,11 @@
 """``weighin predict``: predict the memory that loads will need."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from weighin.cli import _console, _options
 from weighin.cli._verb import WHAT, parameters, verb
-
-if TYPE_CHECKING:
-    from weighin.predict.prediction import Prediction
-    from weighin.settings.definition import Settings
 
 
 @verb(
@@ -35,51 +31,16 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
 
     With --use, the predicted RAM floor (the smallest sufficient RAM limit) also suffices for the
     use of the model after the load.
-
-    For a folder of a diffusers pipeline, weighin predicts the memory of each part alone, of all
-    parts loaded together, and of all parts loaded one after the other.
     """
-    from weighin.predict import tables
-    from weighin.suite.registry import library_at
-
-    settings = _options.read(context, {"uses": ["none"]})
-    if found := _options.pipeline(context, settings):
-        path, folders = found
-        parts = {}
-        for part, folder in folders.items():
-            own = _options.of_part(settings, folder)
-            if "strategies" in settings.model_fields_set:
-                chosen = tables.strategies_for(settings.strategies, library_at(folder))
-                own = own.model_copy(update={"strategies": chosen})
-            parts[part] = _predictions(context, own, f"{part}, ")
-        predictions = [each for of_part in parts.values() for each in of_part]
-    else:
-        predictions = _predictions(context, settings)
-    document = tables.as_json(predictions)
-    shown = [*tables.tables(predictions, phases=typed["phases"])]
-    if found:
-        answers = tables.combined(parts)
-        document["pipeline"] = tables.pipeline_as_json(str(path), parts, answers)
-        shown += tables.pipeline_table(path.resolve().name, answers)
-    _console.deliver(typed["json"], document, *shown)
-    if all(prediction.cannot for prediction in predictions):
-        _console.error("no load was predicted; the result gives the reason for each strategy")
-        context.exit(2)
-
-
-def _predictions(
-    context: click.Context, settings: "Settings", prefix: str = ""
-) -> "list[Prediction]":
-    """Return the predictions for the settings' models; ``prefix`` stands before what is shown meanwhile."""
     from weighin.cell import FORWARD
     from weighin.errors import ConfigError, UnknownName
     from weighin.plan import loads
-    from weighin.predict import client
+    from weighin.predict import client, tables
     from weighin.settings.definition import DTYPES
     from weighin.stream import quantised
     from weighin.suite import chosen_models, registry
 
-    typed = context.params
+    settings = _options.read(context, {"uses": ["none"]})
     chosen = chosen_models.choose(settings)
     _console.note(*chosen.notes)
     for spec in chosen.specs:
@@ -105,7 +66,7 @@ def _predictions(
     if (stored := typed["checkpoint_dtype"]) and stored not in DTYPES:
         raise UnknownName("dtype", stored, DTYPES)
     with _console.working("importing torch") as show:
-        return client.predict(
+        predictions = client.predict(
             planned,
             checkpoint=chosen.checkpoint,
             selection=chosen.selection,
@@ -113,7 +74,10 @@ def _predictions(
             python_path=chosen.python_path,
             forward=FORWARD in use_paths and (is_asked or not typed["suite"]),
             use_paths=use_paths,
-            report=lambda done, strategy: show(
-                f"{prefix}{strategy}: {done} of {len(planned)} done"
-            ),
+            report=lambda done, strategy: show(f"{strategy}: {done} of {len(planned)} done"),
         )
+    shown = tables.tables(predictions, phases=typed["phases"])
+    _console.deliver(typed["json"], tables.as_json(predictions), *shown)
+    if all(prediction.cannot for prediction in predictions):
+        _console.error("no load was predicted; the result gives the reason for each strategy")
+        context.exit(2)

@@ -47,32 +47,15 @@ def recommend(context: click.Context, typed: dict[str, Any]) -> None:
 
     The memory and times of a strategy come from the records of this machine (--results); without
     such a record, weighin predicts them.
-
-    For a folder of a diffusers pipeline, weighin gives two recommendations for each part of the
-    pipeline: one if all parts stay in memory together, and one if the parts are loaded one after
-    the other.
     """
     from weighin.recommend import answer
 
-    best: object
-    settings = _options.read(context, {"uses": ["none"]})
-    if found := _options.pipeline(context, settings):
-        path, folders = found
-        questions = {
-            name: question_of(context, _options.of_part(settings, part))
-            for name, part in folders.items()
-        }
-        with _console.working("starting") as show:
-            whole = answer.advise_pipeline(path.resolve().name, questions, show)
-        document, best, parts = whole.as_json(), whole.best, answer.pipeline_parts(whole)
-    else:
-        question = question_of(context, settings)
-        with _console.working("starting") as show:
-            advice = answer.advise(question, answer.gather(question, show))
-        document, best = advice.as_json(), advice.best
-        parts = answer.parts(advice, None if typed["all"] else answer.SHOWN)
-    _console.deliver(typed["json"], document, *parts, folds=False)
-    if not best:
+    question = question_of(context, _options.read(context, {"uses": ["none"]}))
+    with _console.working("starting") as show:
+        advice = answer.advise(question, answer.gather(question, show))
+    parts = answer.parts(advice, None if typed["all"] else answer.SHOWN)
+    _console.deliver(typed["json"], advice.as_json(), *parts, folds=False)
+    if not advice.best:
         context.exit(NOTHING_FITS_EXIT)
 
 

@@ -1,16 +1,13 @@
 """Show the output of ``weighin predict`` as tables for people, and as JSON."""
 
 import itertools
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
-from weighin.predict.prediction import Peaks, Prediction
-from weighin.settings.definition import SuiteStrategy
+from weighin.predict.prediction import Prediction
 from weighin.show.table import Column, Entry, Lines, Table
-from weighin.stream.pretrained_library import LIBRARIES
 from weighin.units import GIB, MIB, format_bytes
 
 # The tolerance of a predicted anonymous peak: this share of the peak plus these bytes.
@@ -20,20 +17,6 @@ _OTHER_PEAKS: Final = {
     "host_anon_least_bytes": "the heap reuses the holes of freed large blocks",
     "host_anon_most_bytes": "a small block keeps freed large blocks in the heap",
 }
-TOGETHER: Final = "together"
-ONE_AFTER_THE_OTHER: Final = "one after the other"
-
-_BASES: Final = {
-    "host_anon_peak_bytes": "baseline_anon_bytes",
-    "host_file_peak_bytes": "baseline_file_bytes",
-    "cuda_requested_bytes": "",
-    "cuda_allocated_bytes": "",
-    "cuda_reserved_bytes": "",
-}
-"""For each peak, the field with the memory in use before a load, which counts only once for all parts
-of a pipeline; empty if it is zero.
-"""
-_PAGE_TABLE_SHARE: Final = 512
 _INSIDE: Final = ("cell", "is_mixed", "computes_buffers")
 _OF_USE: Final = "all_peak_bytes"
 _ON_HOST: Final = {
@@ -153,114 +136,3 @@ def gib(size: int | None) -> str:
     if size is None:
         return ""
     return f"{size / GIB:.1f}" if size >= 100 * GIB else f"{size / GIB:.3f}"
-
-
-@dataclass(frozen=True, slots=True)
-class Combined(Peaks):
-    """The peaks of a pipeline whose parts are all loaded with one strategy, in bytes.
-
-    *Together*: each loaded part stays in memory. The peak is the memory of all loaded parts plus the
-    largest temporary memory of one load, whatever part is loaded first. *One after the other*: each
-    part is freed before the next load, and the peak is the highest peak of a single part. ``strategy``
-    joins the names if the parts use several libraries' loaders.
-    """
-
-    strategy: str
-    held: str
-    model_bytes: int | None = None
-    floor_bytes: int | None = None
-    cannot: str = ""
-
-
-def strategies_for(asked: Sequence[SuiteStrategy], library: str) -> list[SuiteStrategy]:
-    """Return the strategies for one part of a pipeline, from those that a user ``asked`` for.
-
-    If ``library`` is not empty, it replaces each strategy that is a library's own loader.
-    """
-    loaders = {each.name for each in LIBRARIES if library}
-    own = next((each for each in asked if each.name == library), SuiteStrategy(name=library))
-    found = [own if each.name in loaders - {library} else each for each in asked]
-    return [each for index, each in enumerate(found) if each not in found[:index]]
-
-
-def combined(parts: Mapping[str, Sequence[Prediction]]) -> list[Combined]:
-    """Return the peaks of the whole pipeline for each strategy, from the predictions of its parts.
-
-    All parts must have predictions for the same strategies, in the same order.
-    """
-    answers = []
-    for of_parts in zip(*parts.values(), strict=True):
-        name = " + ".join(dict.fromkeys(each.strategy for each in of_parts))
-        named = zip(parts, of_parts, strict=True)
-        failed = "; ".join(f"{part}: {each.cannot}" for part, each in named if each.cannot)
-        for held in (TOGETHER, ONE_AFTER_THE_OTHER):
-            if failed:
-                answers.append(Combined(name, held, cannot=failed))
-                continue
-            peaks: dict[str, Any] = {one: _peak(one, held, of_parts) for one in _BASES}
-            usual = [each.host_anon_peak_bytes or 0 for each in of_parts]
-            most = [each.host_anon_most_bytes or 0 for each in of_parts]
-            anon = (peaks["host_anon_peak_bytes"] or 0) + max(map(operator.sub, most, usual))
-            above = max(each.above_peak_bytes for each in of_parts)
-            floor = anon + above + max(anon - max(usual), 0) // _PAGE_TABLE_SHARE
-            sizes = [each.model_bytes or 0 for each in of_parts]
-            size = sum(sizes) if held == TOGETHER else max(sizes)
-            answers.append(Combined(name, held, model_bytes=size, floor_bytes=floor, **peaks))
-    return answers
-
-
-def _peak(figure: str, held: str, parts: Sequence[Prediction]) -> int | None:
-    if any(getattr(each, figure) is None for each in parts):
-        return None
-    before = [_before(each, figure) for each in parts]
-    peaks = [getattr(each, figure) - start for each, start in zip(parts, before, strict=True)]
-    if held == ONE_AFTER_THE_OTHER:
-        return int(max(before) + max(peaks))
-    stays = [stay(each, figure) for each in parts]
-    return int(max(before) + sum(stays) + max(map(operator.sub, peaks, stays)))
-
-
-def _before(prediction: Prediction, figure: str) -> int:
-    base = _BASES[figure]
-    if not base:  # nothing is in use before a load
-        return 0
-    return getattr(prediction, base) or 0
-
-
-def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
-    """Return the bytes that a part keeps after its load: those in the last phase above those before."""
-    last = getattr(prediction.phases[-1], figure) if prediction.phases else None
-    return max(0, (last or 0) - _before(prediction, figure))
-
-
-def pipeline_table(title: str, answers: Sequence[Combined]) -> Iterable[Table | Lines]:
-    if known := [each for each in answers if not each.cannot]:
-        on_gpu = known[0].cuda_requested_bytes is not None
-        columns = _ON_HOST | (_ON_GPU if on_gpu else {})
-        del columns[_OF_USE]
-        size = format_bytes(max(each.model_bytes or 0 for each in known))
-        heads = [Column(name, is_name=True) for name in ("strategy", "parts in memory")]
-        yield Table(
-            f"{title} ({size}) · all parts · predicted peaks, GiB",
-            [*heads, *columns.values()],
-            [
-                [each.strategy, each.held, *(gib(getattr(each, name)) for name in columns)]
-                for each in known
-            ],
-        )
-    failed = [
-        f"{each.strategy}: the whole pipeline is not predicted: {each.cannot}"
-        for each in answers
-        if each.cannot and each.held == TOGETHER
-    ]
-    meaning = (
-        "together: every part stays in memory, and the load of one part comes on top; one after the"
-        " other: each part is freed before the next one is loaded."
-    )
-    yield Lines("", [*failed, meaning])
-
-
-def pipeline_as_json(
-    path: str, parts: Iterable[str], answers: Iterable[Combined]
-) -> dict[str, Any]:
-    return {"path": path, "parts": list(parts), "combined": [asdict(each) for each in answers]}

@@ -1,11 +1,8 @@
-"""Answer ``weighin recommend``: judge every strategy, and print the code of the best one.
-
-A pipeline of diffusers gets an answer for each of its parts.
-"""
+"""Answer ``weighin recommend``: judge every strategy, and print the code of the best one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
@@ -427,99 +424,3 @@ def _reads_part(info: registry.StrategyInfo, question: Question) -> bool:
         return False  # no key of a dict, but the beginning of names
     inside = formats.read(question.checkpoint, question.selection)
     return inside.only_tensors and "." not in question.selection.key
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineAdvice:
-    """The advice for each part of a pipeline of diffusers, by the way to load the parts.
-
-    "together": the weights of all other parts are subtracted from the limit. "one after the other":
-    each part is freed before the next one is loaded.
-    """
-
-    title: str
-    limits: Limits
-    sizes: Mapping[str, int]
-    advices: Mapping[str, Mapping[str, Advice]]
-
-    @property
-    def best(self) -> str:
-        """The first way in which all parts surely fit; else ""."""
-        fit = [way for way, each in self.advices.items() if all(a.best for a in each.values())]
-        return "".join(fit[:1])
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "pipeline": self.title,
-            "ram_limit_bytes": self.limits.ram_bytes,
-            "vram_limit_bytes": self.limits.vram_bytes,
-            "recommended": self.best or None,
-            "parts": [
-                {"name": name, "model_bytes": nbytes}
-                | {held.replace(" ", "_"): a[name].as_json() for held, a in self.advices.items()}
-                for name, nbytes in self.sizes.items()
-            ],
-        }
-
-
-def advise_pipeline(
-    title: str, questions: Mapping[str, Question], say: Callable[[str], None]
-) -> PipelineAdvice:
-    """Return the advice for each part of a pipeline; every question has the limits of the whole pipeline."""
-    prior = {
-        name: gather(question, lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
-        for name, question in questions.items()
-    }
-    sizes = {
-        name: max((one.model_bytes or 0 for one in each.predictions), default=0)
-        for name, each in prior.items()
-    }
-
-    def apart(question: Question, others: int) -> Question:
-        on_host, (ram, vram) = question.device == "cpu", astuple(question.limits)
-        left = (
-            ram and max(1, ram - others * on_host),
-            vram and max(1, vram - others * (not on_host)),
-        )
-        return replace(question, limits=Limits(*left))
-
-    total = sum(sizes.values())
-    together = {
-        name: advise(apart(question, total - sizes[name]), prior[name])
-        for name, question in questions.items()
-    }
-    alone = {name: advise(question, prior[name]) for name, question in questions.items()}
-    limits = next(iter(questions.values())).limits
-    advices = {"together": together, "one after the other": alone}
-    return PipelineAdvice(title, limits, sizes, advices)
-
-
-def pipeline_parts(advice: PipelineAdvice) -> Iterator[Table | str]:
-    """Yield what ``weighin recommend`` prints for a pipeline: a table, and the code for each part."""
-    size = format_bytes(sum(advice.sizes.values()))
-    yield Table(
-        f"{advice.title} ({size}), all parts, {advice.limits}",
-        [Column(one, is_name=True) for one in ("part", "size", *advice.advices)],
-        [
-            [name, format_bytes(nbytes, digits=1)]
-            + [
-                f"{best.strategy}: {best.verdict}"
-                if (best := each[name].best)
-                else Entry("does not fit", kind="killed")
-                for each in advice.advices.values()
-            ]
-            for name, nbytes in advice.sizes.items()
-        ],
-    )
-    yield (
-        "together: every part stays in memory, and each load has the rest of the limit;"
-        " one after the other: each part is freed before the next one is loaded.\n"
-    )
-    if not advice.best:
-        dtype = next(iter(advice.advices["together"].values())).question.dtype
-        yield f"The pipeline is not sure to fit. {_help(dtype)}"
-        return
-    yield f"Load the parts {advice.best}:\n"
-    for name, one in advice.advices[advice.best].items():
-        assert one.best is not None
-        yield f"# {name}: {one.best.strategy}\n{one.code}"

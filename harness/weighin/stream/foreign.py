@@ -21,8 +21,7 @@ from typing import Any, Final, TypeVar
 
 from weighin.errors import CheckpointError
 from weighin.files import MIB, object_in, read_bytes
-from weighin.stream import pipeline
-from weighin.stream.pretrained_library import ADAPTER, WEIGHTS
+from weighin.stream.pretrained_library import ADAPTER, PIPELINE, WEIGHTS
 from weighin.text import few, first_names, one_line, shown
 
 AGAIN: Final = "copy or download the file again"
@@ -361,9 +360,14 @@ def no_model(folder: Path) -> CheckpointError:
         is_read = name == "config.json" or name.endswith((*WEIGHTS, ".index.json"))
         if is_read and (broken := broken_link(folder / name)):
             return broken
-    if pipeline.is_pipeline(folder) and (whole := pipeline.read(folder)).models:
-        return whole.refused()
-    if ADAPTER in names:
+    if (folder / PIPELINE).is_file() and (parts := models_below(folder)):
+        from weighin.units import format_bytes  # imports decimal, which few loads need
+
+        parts.sort(key=lambda name: -_weights_bytes(folder / name))
+        sizes = [f"{name} ({format_bytes(_weights_bytes(folder / name))})" for name in parts]
+        what = f"a diffusers pipeline of {len(parts)} models: {one_line(', '.join(sizes))}"
+        repair = f"give one of them; the largest: {folder / parts[0]}"
+    elif ADAPTER in names:
         base = object_in(folder / ADAPTER, MIB).get("base_model_name_or_path")
         named = one_line(str(base), 100) if base else "a model that it does not name"
         what = f"an adapter of {named}, not a whole model"
@@ -379,7 +383,7 @@ def no_model(folder: Path) -> CheckpointError:
         if inner.is_dir():
             what = f"its weights are in a step of a training run: {inner.name}"
             repair = f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}"
-    elif "modules.json" in names and not {"config.json", pipeline.INDEX} & {*names}:
+    elif "modules.json" in names and not {"config.json", PIPELINE} & {*names}:
         what = f"a sentence-transformers folder without {'a transformer' if weights else 'weights'}"
         repair = f"give the file: {weights[0]}" if weights else "copy the whole folder"
     elif found := _recognised("folder", "\n".join(names), folder):
@@ -401,6 +405,15 @@ def models_below(folder: Path) -> list[str]:
             if any(entry.name.endswith(WEIGHTS) for entry in inner.iterdir()):
                 found.append(inner.name)
     return found
+
+
+def _weights_bytes(folder: Path) -> int:
+    """Return the size of a folder's weights: of several suffixes (.bin, .safetensors), the largest set."""
+    sizes: Counter[str] = Counter()
+    for file in folder.iterdir():
+        if file.suffix in WEIGHTS and file.is_file():
+            sizes[file.suffix] += file.stat().st_size
+    return max(sizes.values(), default=0)
 
 
 def named_step(path: Path) -> tuple[Path, Path] | None:

@@ -23,7 +23,6 @@ from weighin.stream import gguf_files as gguf
 from weighin.stream.bytes import mapped
 from weighin.stream.construct import construct, without_weights
 from weighin.stream.foreign import lacks, no_model
-from weighin.stream.pipeline import is_pipeline
 from weighin.stream.pretrained_folder import (
     CONFIG,
     PretrainedFolder,
@@ -39,6 +38,7 @@ from weighin.stream.pretrained_folder import (
 from weighin.stream.pretrained_library import (
     ARGUMENT,
     DIFFUSERS,
+    PIPELINE,
     TIMM,
     FolderChoice,
     Selection,
@@ -113,7 +113,7 @@ def load_pretrained(
     path = path_of(Path(folder), revision)
     if not path.exists():
         path = cached_snapshot(str(folder), revision) or path
-    if is_pipeline(path):
+    if (path / PIPELINE).is_file():
         raise no_model(path)
     given = {
         "variant": variant, "model_class": model_class, "revision": revision, "key": key,

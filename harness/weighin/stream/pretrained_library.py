@@ -11,6 +11,8 @@ from typing import Any, Final
 
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """The usual suffixes of checkpoint files."""
+PIPELINE: Final = "model_index.json"
+"""The file of a pipeline of diffusers that names its parts, each of which is a model in a folder of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -386,11 +386,6 @@ def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
     )
 
 
-def library_at(path: Path) -> str:
-    """Return a Hugging Face folder's library, such as "transformers"; empty for any other folder."""
-    return read_folder(path).library.name if is_pretrained(path) else ""
-
-
 def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = "") -> Path | None:
     """Return the file or folder that ``name`` stands for; None for a built-in model or a builder.
 
