@@ -30,7 +30,7 @@ from weighin.records.run import Measured
 from weighin.records.run_folder import Records
 from weighin.result import Outcome, Peaks, Result
 from weighin.show import page, write
-from weighin.show.plots import draw_ranks, pictures
+from weighin.show.plots import pictures
 from weighin.show.report import answer, terminal
 from weighin.show.style import svg
 from weighin.show.table import Lines
@@ -186,7 +186,7 @@ def test_the_tip_of_a_bar_has_each_size_with_its_range() -> None:
 
 def test_the_pictures_of_a_run_and_their_tips(tmp_path: Path) -> None:
     sweep = Measured(a_sweep())
-    assert [*pictures(sweep)] == ["survival", "time-over-limit", "peaks", "time-over-peak"]
+    assert [*pictures(sweep)] == ["survival", "peaks", "time-over-peak"]
     measured = Measured(notebook_run(), folder=tmp_path)
     assert [*pictures(measured)] == ["peaks", "time-over-peak"]
     for one in measured.results:
@@ -251,11 +251,3 @@ def test_a_run_without_samples_has_their_columns(tmp_path: Path) -> None:
     table = results(tmp_path, samples=True)
     assert table.empty
     assert {"series", "repeat", "t_ns", "anon_bytes"} <= {*table.columns}
-
-
-def test_ranks_that_differ_in_a_setting_have_a_curve_each() -> None:
-    published = Path(__file__).parents[2] / "results/published/gpt2-medium-ranks"
-    cold = run_folder.read(published).results
-    warm = [replace(one, cell=replace(one.cell, cache="warm")) for one in cold]
-    lines = [len(draw_ranks(Measured(results)).axes[0].lines) for results in (cold, [*cold, *warm])]
-    assert lines == [8 + 1, 2 * 8 + 1]  # and the line of one copy in each rank

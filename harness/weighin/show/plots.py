@@ -1,23 +1,20 @@
-"""Draw a run: peaks as bars, time over peak, survival, and curves over limits, ranks and disks."""
+"""Draw a run: peaks as bars, time over peak, and survival."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.records.run import Measured, Row, cells_of, has, varying
 from weighin.records.series import Matrix, labels_among
-from weighin.records.verdict import Verdict
 from weighin.result import Outcome
 from weighin.show import findings, words
 from weighin.show import style as look
-from weighin.show.findings import NOTE_DISKS, NOTE_RANKS, disk_of, first_pass_ns
 from weighin.show.report import SCENE
 from weighin.show.words import KINDS
 from weighin.text import one_line
-from weighin.units import GIB, format_latency, format_rate
+from weighin.units import GIB
 
 if TYPE_CHECKING:  # the import of matplotlib takes half a second
     from matplotlib.axes import Axes
@@ -29,20 +26,13 @@ _MARGIN: Final = 1.3  # width of the axis / longest bar, so that the outcomes fi
 _APART: Final = 0.12  # the least distance of two labels above a panel, as a share of its width
 # Light forms of Okabe and Ito's colours, which colour-blind readers can tell apart.
 _FILLS: Final = {"survives": "#BFE5D8", "thrashes": "#F7D488", "killed": "#EDB9A0"}
-_DISKS: Final = ("disk", "disk_latency")
 
 
 def pictures(run: Measured) -> "Mapping[str, Callable[[], Figure]]":
     """Return, by the name of each picture that only needs records, the function that draws it."""
     found: dict[str, Callable[[], Figure]] = {}
-    if run.ranks:
-        found["ranks"] = partial(draw_ranks, run)
-    for over, by in enumerate(("rate", "latency")):
-        if len({disk_of(row)[over] for row in run.rows} - {None}) > 1:
-            found[f"time-over-disk-{by}"] = partial(draw_disks, run, over)
     if run.matrices and not run.has_floors:
         found["survival"] = partial(draw_survival, run)
-        found["time-over-limit"] = partial(draw_times, run)
     if run.rows:
         found["peaks"] = partial(draw_peaks, run)
     if _compared(run):
@@ -294,94 +284,3 @@ def _below_the_model(axes: "Axes", matrix: Matrix, before: float, height: float)
         axes.axvline(place - before, color="black", linewidth=1.4, linestyle="--", zorder=2)
         text, side = f" limit below the model's {size / GIB:.2f} GiB →", "top" if height < 0 else "bottom"  # fmt: skip
         axes.text(place - before, height, text, va=side, transform=axes.get_xaxis_transform(), **look.SMALL)  # fmt: skip
-
-
-def draw_times(run: Measured) -> "Figure":
-    """Draw each strategy's time over RAM limits; an x marks the first failure."""
-    panels: list[look.Panel] = []
-    for matrix in run.matrices:
-        limits, curves = list(map(words.limit, matrix.limits)), dict[str, Any]()
-        for (row, column), field in sorted(matrix.fields.items(), key=itemgetter(0)):
-            name = matrix.labels[row]
-            _, points = curves.setdefault(name, (matrix.rows[row].strategy, []))
-            is_slow = field.judgement and field.judgement.verdict is Verdict.THRASHES
-            tip = f"{name}, {limits[column]}: {field.words}"
-            if field.spent_ns:
-                points.append(
-                    look.Point(column, field.spent_ns / 1e9, tip, "^" if is_slow else "o")
-                )
-            elif points and points[-1].marker != "x":
-                points.append(look.Point(column, points[-1].y, tip, "x"))
-        model = words.dimension("model", matrix.scene.model.title, matrix.model_bytes)
-        panels.append((model if len(run.matrices) > 1 else "", curves))
-    figure, grid, handles = look.draw_curves(panels, "RAM limit", "time, s", log_seconds=True)
-    for axes, matrix in zip(grid, run.matrices, strict=False):
-        axes.set_xticks(range(len(matrix.limits)), list(map(words.limit, matrix.limits)))
-        axes.set_xlim(-0.3, len(matrix.limits) - 0.7)
-        _below_the_model(axes, matrix, 0.5, 1.01)
-    sign: dict[str, Any] = {"linestyle": "", "markersize": 5}
-    handles += look.legend(*(
-        (True, name, {"marker": marker, **sign})
-        for name, marker in (("survives", "o"), ("thrashes", "^"), ("first failure", "x"))
-    ))  # fmt: skip
-    title = look.headline(run.rows, "Time under lower RAM limits:")
-    look.dress(figure, title, handles, findings.survival_of(run, run.matrices[0]).notes)
-    return figure
-
-
-def draw_ranks(run: Measured) -> "Figure":
-    """Draw the memory of all ranks together over the number of ranks."""
-    by_group = findings.names(run.rows, without=["ranks"])
-    named = {replace(row["cell"], ranks=1).series: by_group[row["group"]] for row in run.rows}
-    curves: dict[str, Any] = {}
-    for each in run.ranks:
-        name, size = named[each.cell.series], each.model_bytes or GIB
-        points = [
-            look.Point(number, charge / size, f"{name}, ranks {number}: {charge / size:.2f}x")
-            for number, charge in each.charges.items()
-        ]
-        curves[name] = (each.cell.strategy, points)
-    up = "all ranks above the imports, x model"
-    figure, (axes,), handles = look.draw_curves([("", curves)], "ranks", up)
-    if numbers := sorted({number for each in run.ranks for number in each.charges}):
-        axes.plot(numbers, numbers, color=look.GREY, linestyle=":", linewidth=1)
-        end = (numbers[-1], numbers[-1])
-        axes.annotate("one copy in each rank", end, (-4, 4), textcoords="offset points", ha="right", **look.SMALL)  # fmt: skip
-    axes.set_xticks(numbers)
-    axes.set_ylim(bottom=0)
-    title = look.headline(run.rows, "Memory over the number of ranks:")
-    look.dress(figure, title, handles, [" ".join(NOTE_RANKS), words.shared(run)])
-    return figure
-
-
-def draw_disks(run: Measured, over: int) -> "Figure":
-    """Draw times over the rates (``over`` = 0) of the disks, a panel for each latency, or (1) vice versa."""
-    shown, by = (format_rate, format_latency)[over], ("rate", "latency")[over]
-    slowed = [row for row in run.rows if disk_of(row)[over] is not None]
-    changing = [name for name in SCENE if name in varying(run.rows) and name != _DISKS[over]]
-    label = labels_among(cells_of(slowed))
-    panels: list[look.Panel] = []
-    for title, rows in words.apart(slowed, changing):
-        curves: dict[str, Any] = {}
-        for row in sorted(rows, key=lambda row: disk_of(row)[over] or 0):
-            value, name = disk_of(row)[over] or 0, label(row["cell"])
-            if (time_ns := first_pass_ns(run.by_series[row["group"]])) is not None:
-                tip = f"{name}, {shown(value)}: {time_ns / 1e9:.2f} s"
-                point = look.Point(value, time_ns / 1e9, tip)
-                curves.setdefault(name, (row["strategy"], []))[1].append(point)
-        panels.append((title, curves))
-    up = "ready + first pass, s"
-    figure, grid, handles = look.draw_curves(panels, f"disk's {by}", up, log_seconds=True)
-    values = sorted({disk_of(row)[over] or 0 for row in slowed})
-    size = max((row["model_bytes"] or 0 for row in slowed), default=0)
-    for axes in grid:
-        if over == 0 and size:
-            axes.plot(values, [size / value for value in values], ":", color=look.GREY, linewidth=1)
-        axes.set_xscale("log")
-        axes.set_xticks(values, list(map(shown, values)))
-        axes.minorticks_off()
-    dotted = " Dotted: the model's size divided by the rate." if over == 0 else ""
-    lines = [f"{NOTE_DISKS}{dotted}", words.shared(run), *_left_out(len(panels))]
-    title = look.headline(run.rows, f"Ready + first pass over the disk's {by}:")
-    look.dress(figure, title, handles, lines)
-    return figure

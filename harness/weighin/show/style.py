@@ -7,8 +7,7 @@ gives an artist a text, which report.html shows while the mouse is over it.
 import hashlib
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,24 +44,9 @@ _COLOURS: Final = {
     "safetensors": "#882255",
 }  # fmt: skip
 _FALLBACK: Final = ("#88CCEE", "#CC6677", "#AA4499", "#661100", "#6699CC", "#888888")
-_SECONDS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _LINE_IN: Final = 0.16
 _TITLE_IN: Final = 0.34
 _LEGEND_ROW_IN: Final = 0.24
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A point of a curve, with matplotlib's name of its marker."""
-
-    x: float
-    y: float
-    tip: str
-    marker: str = "o"
-
-
-Panel = tuple[str, Mapping[str, tuple[str, Sequence[Point]]]]
-"""A title, and by the name of each curve its strategy, which gives the colour, and its points."""
 
 
 def colour(strategy: str) -> str:
@@ -134,36 +118,6 @@ def frame(axes: "Axes", title: str, across: str, up: str) -> None:
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axes.set_title(verbatim(title), fontsize=9, loc="left")
     tidy(axes)
-
-
-def draw_curves(
-    panels: Sequence[Panel], across: str, up: str, *, log_seconds: bool = False
-) -> tuple["Figure", Sequence["Axes"], list[Any]]:
-    """Draw up to 12 panels of curves; return the figure, the panels and a handle for each curve's name."""
-    from matplotlib.ticker import FixedLocator
-
-    drawn = panels[:MAX_PANELS]
-    figure, grid = new_figure([3.4] * len(drawn))
-    handles: dict[str, Any] = {}
-    for axes, (title, curves) in zip(grid, drawn, strict=True):
-        for name, (strategy, points) in curves.items():
-            line: dict[str, Any] = {"color": colour(strategy), "linewidth": 1.8}
-            xs, ys = [point.x for point in points], [point.y for point in points]
-            (handles[name],) = axes.plot(xs, ys, label=verbatim(name), **line)
-            for point in points:
-                look: dict[str, Any] = {
-                    "s": 40 if point.marker == "x" else 25,
-                    "marker": point.marker,
-                    "zorder": 3,
-                }
-                tip(axes.scatter(point.x, point.y, color=colour(strategy), **look), point.tip)
-        if log_seconds:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(FixedLocator(_SECONDS))
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.minorticks_off()
-        frame(axes, title, across, up)
-    return figure, grid, list(handles.values())
 
 
 def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:
