@@ -236,9 +236,8 @@ def _sampled(
         cgroup = Cgroup(running.cgroup) if running.cgroup else None
         loading = [running.pid] if body == "a load" else ()
         start_ns, start_cpu_ns = time.monotonic_ns(), time.process_time_ns()
-        sampler = Sampler(
-            running.pid, running.members, cgroup, loading=loading, interval_s=interval_ms / 1000
-        )
+        sampler = Sampler(running.pid, running.members, cgroup, loading=loading)
+        sampler._interval_s = interval_ms / 1000
         sampler.start()
         time.sleep(seconds)
         samples = sampler.stop()

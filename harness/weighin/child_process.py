@@ -23,7 +23,6 @@ PATIENCE_S = 10.0  # from SIGKILL to the end of a process
 ORPHANED = 125
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
 _LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load it between fork and exec
-_MOST_READ_BYTES = 1 << 20
 _PAUSE_S = 0.02  # before Linux 5.3, which has no pidfd, a process is polled at this interval
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 (a worker imports no pathlib)
@@ -71,7 +70,7 @@ class Channel:
             if not (found := ready(self._awaited, deadline - monotonic())):
                 raise TimeoutError
             try:
-                data = self._socket.recv(_MOST_READ_BYTES) if self._awaited[0] in found else b""
+                data = self._socket.recv(1 << 20) if self._awaited[0] in found else b""
             except OSError:  # it was killed
                 data = b""
             if not data:

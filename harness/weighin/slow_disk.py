@@ -1,12 +1,9 @@
 """Mount a folder a second time through FUSE, read-only, with the rate and the latency of a slower disk.
 
-The answer to a request is due after the time of its bytes at the rate, plus the latency. All requests
-share the rate, but their latencies pass at the same time. FUSE divides a read into requests of at most
-128 KiB. The real files are read with direct reads, so that they do not fill the page cache; the mounted
-files have one as on any disk.
-
-``Mount`` starts this module as a program. It reports when the folder is mounted, and unmounts it when its
-parent ends.
+The answer to a request is due after the time of its bytes at the rate, which all requests share, plus the
+latency, which passes for all at the same time. FUSE divides a read into requests of at most 128 KiB. The
+real files are read with direct reads, which do not fill the page cache; the mounted files have one as on
+any disk. ``Mount`` starts this module as a program, which unmounts the folder when its parent ends.
 """
 
 import contextlib
@@ -34,20 +31,10 @@ from weighin.probes.cgroup import is_left_behind, owned_name
 from weighin.units import KIB, format_latency, format_rate
 
 LARGEST_READ_BYTES: Final = 128 * KIB  # of one request in libfuse 2
-_DEVICE: Final = Path("/dev/fuse")
 _SUBTYPE: Final = "weighin"
-_START_S: Final = 20.0
-_LEAD_NS: Final = 90_000  # the measured time of a 4 KiB read through FUSE without rate and latency
-# The most concurrent read-ahead requests; the kernel's default of 12 would limit the rate.
-_BACKGROUND: Final = 64
-_NO_SLACK_NS: Final = 1  # by default, Linux may wake a sleeping thread 50 us late
-_PRIORITY: Final = -15
-_PR_SET_TIMERSLACK: Final = 29
+_LEAD_NS: Final = 90_000  # the measured time of a 4 KiB read through FUSE without a pace
 _FIELDS: Final = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
 _TIMES: Final = ("st_mtime", "st_ctime", "st_atime")
-_CACHED_S: Final = 3600  # the files do not change while a cell runs
-_MNT_FORCE: Final = 1  # linux/fs.h; FUSE then fails every request that waits
-_MNT_DETACH: Final = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
 
@@ -86,18 +73,16 @@ class Mount:
         self.pid = self._child.pid
         places = {"source": str(source), "folder": str(self.folder)}
         self._child.send("mount", name=name, **places, pace=asdict(pace))
-        is_mounted = False
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close)
             with contextlib.suppress(TimeoutError):
-                is_mounted = self._child.receive(_START_S) is not None
-        finally:
-            if not is_mounted:
-                self.close()
-        if not is_mounted:
-            why = last_line(self._child.printed) or "no answer"
-            message = f"FUSE could not mount {source} a second time: {why}"
-            repair = "weighin doctor tests whether FUSE works on this machine"
-            raise IsolationUnavailable(message, repair)
+                if self._child.receive(20.0):  # it is mounted
+                    failed.pop_all()
+                    return
+        why = last_line(self._child.printed) or "no answer"
+        message = f"FUSE could not mount {source} a second time: {why}"
+        repair = "weighin doctor tests whether FUSE works on this machine"
+        raise IsolationUnavailable(message, repair)
 
     def close(self) -> None:
         """Make waiting reads fail, unmount, and end the FUSE process; a second call has no effect."""
@@ -115,8 +100,8 @@ def check(*, in_container: bool) -> None:
         why, repair = "mfusepy is not installed", install.command("disk")
     elif find_library("fuse") is None:
         why, repair = "libfuse 2 is not installed", "apt-get install libfuse2"
-    elif not os.access(_DEVICE, os.R_OK | os.W_OK):
-        why = f"this user cannot open {_DEVICE}"
+    elif not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        why = "this user cannot open /dev/fuse"
         repair = (
             "modprobe fuse; in a container, start it with --device /dev/fuse --cap-add SYS_ADMIN"
         )
@@ -155,7 +140,7 @@ def _unmount(mountpoint: Path) -> None:
     """Unmount at once. Reads that still wait fail, so that their processes can end: by root's force, or
     when the process that serves them has ended.
     """
-    failed = _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
+    failed = _libc.umount2(os.fsencode(mountpoint), 1 | 2)  # MNT_FORCE | MNT_DETACH in linux/fs.h
     if failed and (command := shutil.which("fusermount")):  # with which libfuse 2 itself mounts
         subprocess.run([command, "-uz", str(mountpoint)], capture_output=True, check=False)
 
@@ -183,9 +168,7 @@ class _PassThrough:
         with self._answered(0):
             return [".", "..", *(each.name for each in Path(self._source + path).iterdir())]
 
-    def open(self, path: str, flags: int) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    def open(self, path: str, _flags: int) -> int:
         with self._answered(0):
             try:
                 return os.open(self._source + path, os.O_RDONLY | os.O_DIRECT)
@@ -215,9 +198,7 @@ class _PassThrough:
 
     @contextlib.contextmanager
     def _answered(self, length: int) -> Iterator[None]:
-        """Wait until the answer to a request for so many bytes is due: on an idle disk, earlier by ``_LEAD_NS``, by
-        which FUSE itself delays it.
-        """
+        """Wait until the answer to a request is due: on an idle disk, earlier by the time that FUSE itself takes."""
         rate, latency_ns = self._pace.bytes_per_s, self._pace.latency_ns or 0
         with self._lock:
             start_ns = max(time.monotonic_ns() - _LEAD_NS, self._free_ns)
@@ -245,8 +226,9 @@ def main() -> None:
     threading.Thread(target=listen, daemon=True).start()
     # A real disk does not wait for a processor. Only root may say so.
     with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    _libc.prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # FUSE's threads inherit it
+        os.setpriority(os.PRIO_PROCESS, 0, -15)
+    # PR_SET_TIMERSLACK to 1 ns: by default, Linux may wake a sleeping thread 50 us late. FUSE's inherit it.
+    _libc.prctl(29, 1, 0, 0, 0)
     mfusepy.FUSE(
         files,
         told["folder"],
@@ -257,8 +239,9 @@ def main() -> None:
         allow_other=_may_allow_others(),
         default_permissions=True,
         kernel_cache=True,
-        max_background=_BACKGROUND,
-        **dict.fromkeys(("attr_timeout", "entry_timeout"), _CACHED_S),
+        max_background=64,  # read-ahead requests; the kernel's default of 12 would limit the rate
+        attr_timeout=3600,  # the files do not change while a cell runs
+        entry_timeout=3600,
     )
 
 

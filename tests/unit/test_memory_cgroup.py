@@ -49,7 +49,6 @@ def test_the_figures_of_a_group(tmp_path: Path, kernel: str) -> None:
     assert group.version == (2 if kernel in V2 else 1)
     assert group.read("usage") == recorded.usage
     assert int(group.file("limit").read_text()) == 24 * MIB
-    assert group.file("soft").exists() == (kernel in V2)
     with closing(group):
         now = group.counters()
         assert group.reset_peak() == (recorded.peak is not None)

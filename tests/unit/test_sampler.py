@@ -61,7 +61,9 @@ def child() -> Iterator[Child]:
 
 def sampler_of(pid: int, group: Cgroup | None = None, interval_s: float = 0.001) -> Sampler:
     """Return the sampler of a process that loads."""
-    return Sampler(pid, list, group, loading=[pid], interval_s=interval_s)
+    sampler = Sampler(pid, list, group, loading=[pid])
+    sampler._interval_s = interval_s
+    return sampler
 
 
 def wait_for(sampler: Sampler, seen: Callable[[Sample], bool]) -> Sample:

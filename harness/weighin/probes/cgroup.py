@@ -23,7 +23,6 @@ _FILES: Final = {  # on v1, on v2; empty for what there is not
     "usage": ("memory.usage_in_bytes", "memory.current"),
     "peak": ("memory.max_usage_in_bytes", "memory.peak"),
     "limit": ("memory.limit_in_bytes", "memory.max"),
-    "soft": ("", "memory.high"),
     "swap": ("memory.memsw.limit_in_bytes", "memory.swap.max"),
     "oom": ("memory.oom_control", "memory.events.local"),
     "oom_below": ("", "memory.events"),
@@ -86,14 +85,13 @@ def lock_suffix() -> str:
 
 def memory_hierarchy() -> tuple[int, Path] | None:
     """Return the cgroup version that has the memory controller, and where it is mounted."""
-    version1 = (
-        one.place for one in mounts.read() if one.kind == "cgroup" and "memory" in one.options
-    )
-    if place := next(version1, None):
-        return 1, place
-    place = pressure_hierarchy()
-    has_memory = place and "memory" in (place / "cgroup.controllers").read_text().split()
-    return (2, place) if place and has_memory else None
+    for one in mounts.read():
+        if one.kind == "cgroup" and "memory" in one.options:
+            return 1, one.place
+    version2 = pressure_hierarchy()
+    if version2 and "memory" in (version2 / "cgroup.controllers").read_text().split():
+        return 2, version2
+    return None
 
 
 def pressure_hierarchy() -> Path | None:
@@ -208,12 +206,10 @@ class Cgroup:
 
     def raise_limit(self) -> None:
         """Remove the memory limits, so that a killed process that thrashes can exit quickly."""
-        # v1 refuses a limit above that of memory and swap.
-        first, unlimited = ("swap", "-1") if self.version == 1 else ("soft", "max")
         with suppress(OSError):  # a file is read-only; the killed process then exits more slowly
-            for path in (self.file(first), self.file("limit")):
+            for path in (self.file("swap"), self.file("limit")):  # v1 needs this order
                 if path.exists():
-                    path.write_text(unlimited)
+                    path.write_text("-1" if self.version == 1 else "max")
 
     def read_peak(self) -> int | None:
         with suppress(OSError):  # there is none, or the group was removed

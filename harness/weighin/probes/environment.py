@@ -23,7 +23,6 @@ _STATUS: Final = ("status", "--porcelain", "--untracked-files=no", "--ignore-sub
 _OWN_FILTER: Final = re.compile(
     r"^(?:local|worktree)\tfilter\..*\.(?:clean|process)$", re.MULTILINE
 )
-_SECRET: Final = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 # Prefixes of the environment variables that affect allocators, threads or devices.
 _SETTINGS: Final = (
     "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "PYTHONMALLOC", "PYTHONDEVMODE", "PYTHONOPTIMIZE",
@@ -33,7 +32,7 @@ _SETTINGS: Final = (
 
 def settings() -> dict[str, str]:
     return {
-        name: "***" if _SECRET.search(name) else masked(value)
+        name: "***" if re.search("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", name) else masked(value)
         for name, value in sorted(os.environ.items())
         if name.startswith(_SETTINGS)
     }

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from weighin import child_process
 from weighin.child_process import Parent, end_with_parent
 from weighin.result import Sample
 from weighin.text import one_line
-
-_TIMEOUT_S: Final = 120
 
 
 class Gpu(NamedTuple):
@@ -37,9 +35,9 @@ def look() -> GpuAnswer:
     """Return the devices that torch finds; the first call imports torch in a subprocess."""
     command, repair = child_process.module("weighin.probes.gpu_memory"), ""
     try:
-        answer, why = child_process.ask(command, child_process.environment(), _TIMEOUT_S)
+        answer, why = child_process.ask(command, child_process.environment(), 120)
     except TimeoutError:
-        answer, why = None, f"no answer in {_TIMEOUT_S} s"
+        answer, why = None, "no answer in 120 s"
     if not answer:
         why = f"torch failed while listing GPUs: {one_line(why)}"
     elif gpus := tuple(Gpu(**gpu) for gpu in answer["gpus"]):

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 _SYS_CACHESTAT = 451  # the same syscall number on every architecture; Linux 6.5
-_RETRY_S = 0.1
 _MAP_FAILED = ctypes.c_size_t(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_size_t
@@ -32,10 +31,7 @@ class _CachestatRange(ctypes.Structure):
 
 
 class _Cachestat(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("nr_cache", "nr_dirty", "nr_writeback", "nr_evicted", "nr_recently_evicted")
-    )
+    _fields_ = (("nr_cache", ctypes.c_uint64), ("others", ctypes.c_uint64 * 4))
 
 
 def drop(files: Iterable[Path]) -> int | None:
@@ -43,7 +39,7 @@ def drop(files: Iterable[Path]) -> int | None:
     batch survives the first attempt. Return the bytes that remain (a tmpfs keeps its pages); None if unknown.
     """
     left = {file: _cached_bytes(file, drops=True) for file in files}
-    deadline = time.monotonic() + _RETRY_S
+    deadline = time.monotonic() + 0.1
     while any(left.values()):
         time.sleep(0.005)
         left |= {file: _cached_bytes(file, drops=True) for file, size in left.items() if size}

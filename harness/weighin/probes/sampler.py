@@ -33,14 +33,7 @@ _Read = TypeVar("_Read")
 
 
 class Sampler:
-    """Samples the memory of a command with all its processes, or of those that load.
-
-    * A command in a cgroup: what the kernel counts for it and below it. ``file_bytes`` is the mapped page cache.
-    * A command without a cgroup: the sum of the PSS of its processes, which misses shared memory that is
-      written, but not mapped.
-    * A load: the sum of the anonymous memory of its ranks, and the cgroup's file-backed and shared memory,
-      which counts a shared page only once; without a cgroup, the largest of any one rank.
-    """
+    """Samples the memory of a command with all its processes, or of those that load."""
 
     def __init__(
         self,
@@ -50,22 +43,16 @@ class Sampler:
         *,
         loading: Sequence[int] = (),
         at_sample: Callable[[int, int], None] | None = None,
-        interval_s: float | None = None,
     ) -> None:
-        """``loading`` are the pids of the processes that load; none for a command. The thread calls ``at_sample``
-        with the time in ns and the memory without page cache, in bytes.
-        """
+        """``loading`` are the pids of those that load; ``at_sample`` gets the time in ns, and bytes without caches."""
         self.samples: list[Sample] = []
         # With the most needed memory, or of those about equal, the highest total usage.
         self.peak: Sample | None = None
         self.table = ProcessTable()
         self.oom_kills: int | None = None  # in the cgroup and those below it
         self.escape = ""  # how a process got out of the cgroup or its limit
-        self.caches_bytes = (
-            0  # on v1, the kernel's caches of files' names that were left at the end
-        )
-        # The most other processes at once that a single process of a load started, and the largest
-        # sum of their private memory, in bytes.
+        self.caches_bytes = 0  # on v1, the kernel's caches of files' names, of ended processes
+        # The most other processes at once that the process of a load started, and their private bytes.
         self.others = (0, 0)
         self.last_peaks_rss_bytes: list[int | None] = [None for _ in loading]
         self.rank_samples: dict[int, list[Sample]] = {}
@@ -73,7 +60,7 @@ class Sampler:
         self._loading, self._measured = loading, {pid, os.getpid(), *loading}
         self._at_sample = at_sample
         # Ranks take no more processor time than one process.
-        self._interval_s = interval_s or len(loading) * _LOAD_INTERVAL_S or _INTERVAL_S
+        self._interval_s = len(loading) * _LOAD_INTERVAL_S or _INTERVAL_S
         self._opened: dict[str, int] = {}
         self._members = [pid]
         self._look_around_ns = 0  # when the members and kills of a load's cgroup are read again
@@ -234,6 +221,9 @@ class Sampler:
     def _of_load(
         self, t_ns: int, pids: list[int], charge: int | None, stat: dict[str, int]
     ) -> Sample | None:
+        """Return the sum of the ranks' anonymous memory, and the other memory of their cgroup, which counts a shared
+        page only once; without a cgroup, the most of any one rank.
+        """
         for number, pid in enumerate(self._loading):
             with suppress(OSError, KeyError, ValueError):  # it has ended, or is a zombie
                 status = parse_status(self._pread(f"/proc/{pid}/status"))
@@ -259,9 +249,7 @@ class Sampler:
         summed = ("anon_bytes", "swap_bytes", "minor_faults", "major_faults")
         anon, swap, minor, major = (sum(getattr(one, name) for one in now) for name in summed)
         sample = Sample(t_ns, anon + file + shmem, anon, file, shmem, swap, minor, major, charge)
-        if not stat:
-            return sample
-        cached, shared = stat.get("file", 0), stat.get("shmem", 0)
+        cached, shared = (stat.get(name, 0) if stat else None for name in ("file", "shmem"))
         return replace(sample, cgroup_file_bytes=cached, cgroup_shmem_bytes=shared)
 
     def _of_group(self, group: Cgroup, t_ns: int, charge: int, stat: dict[str, int]) -> Sample:
@@ -296,6 +284,7 @@ class Sampler:
         )
 
     def _of_tree(self, t_ns: int, pids: list[int]) -> Sample | None:
+        """Return the sum of the PSS, which misses shared memory that is written, but not mapped."""
         status = _each(read_status, pids)  # a zombie, which has no memory, is left out
         with self._sum as self._is_fresh:
             if self._is_fresh:
