@@ -20,9 +20,7 @@ from weighin.text import masked
 
 # git skips files in submodules, because a submodule's own configuration could start programs.
 _STATUS: Final = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
-_OWN_FILTER: Final = re.compile(
-    r"^(?:local|worktree)\tfilter\..*\.(?:clean|process)$", re.MULTILINE
-)
+_OWN_FILTER: Final = re.compile(r"(?m)^(local|worktree)\tfilter\..*\.(clean|process)$")
 # Prefixes of the environment variables that affect allocators, threads or devices.
 _SETTINGS: Final = (
     "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "PYTHONMALLOC", "PYTHONDEVMODE", "PYTHONOPTIMIZE",

@@ -201,15 +201,15 @@ class Sampler:
                 self.escape = f"a process (pid {pid}) left {whose} cgroup for {where}"
 
     def read(self, t_ns: int, pids: list[int]) -> Sample | None:
-        group, charge, stat = self._cgroup, None, dict[str, int]()
-        if group:
+        stat = dict[str, int]()
+        if group := self._cgroup:
             with suppress(OSError, ValueError):  # the group was removed
-                usage, text = self._pread(group.file("usage")), self._pread(group.file("stat"))
-                charge, stat = int(usage), group.parse_stat(text)
+                charge = int(self._pread(group.file("usage")))
+                stat = group.parse_stat(self._pread(group.file("stat"))) | {"charge": charge}
         if self._loading:
-            return self._of_load(t_ns, pids, charge, stat)
+            return self._of_load(t_ns, pids, stat)
         if group:
-            return None if charge is None else self._of_group(group, t_ns, charge, stat)
+            return self._of_group(group, t_ns, stat) if stat else None
         return self._of_tree(t_ns, pids)
 
     def _pread(self, path: str | Path) -> str:
@@ -218,9 +218,7 @@ class Sampler:
             self._opened[path] = os.open(path, os.O_RDONLY)
         return os.fsdecode(os.pread(self._opened[path], 16384, 0))  # a name may be no UTF-8
 
-    def _of_load(
-        self, t_ns: int, pids: list[int], charge: int | None, stat: dict[str, int]
-    ) -> Sample | None:
+    def _of_load(self, t_ns: int, pids: list[int], stat: dict[str, int]) -> Sample | None:
         """Return the sum of the ranks' anonymous memory, and the other memory of their cgroup, which counts a shared
         page only once; without a cgroup, the most of any one rank.
         """
@@ -248,11 +246,15 @@ class Sampler:
             file = max(stat.get("file", 0) - shmem, 0)
         summed = ("anon_bytes", "swap_bytes", "minor_faults", "major_faults")
         anon, swap, minor, major = (sum(getattr(one, name) for one in now) for name in summed)
-        sample = Sample(t_ns, anon + file + shmem, anon, file, shmem, swap, minor, major, charge)
-        cached, shared = (stat.get(name, 0) if stat else None for name in ("file", "shmem"))
-        return replace(sample, cgroup_file_bytes=cached, cgroup_shmem_bytes=shared)
+        sample = Sample(t_ns, anon + file + shmem, anon, file, shmem, swap, minor, major)
+        if not stat:
+            return sample
+        charge, cached, shared = (stat.get(name, 0) for name in ("charge", "file", "shmem"))
+        return replace(
+            sample, cgroup_bytes=charge, cgroup_file_bytes=cached, cgroup_shmem_bytes=shared
+        )
 
-    def _of_group(self, group: Cgroup, t_ns: int, charge: int, stat: dict[str, int]) -> Sample:
+    def _of_group(self, group: Cgroup, t_ns: int, stat: dict[str, int]) -> Sample:
         anon, file, shmem = (stat.get(name, 0) for name in ("anon", "file", "shmem"))
         # Page cache that is not locked, and anonymous pages that were given back (MADV_FREE):
         listed = stat.get("active_file", 0) + stat.get("inactive_file", 0)
@@ -271,7 +273,7 @@ class Sampler:
             swap_bytes=stat.get("swap", 0),
             minor_faults=stat.get("pgfault", 0) - major,
             major_faults=major,
-            cgroup_bytes=charge,
+            cgroup_bytes=stat["charge"],
             cgroup_file_bytes=file,
             cgroup_shmem_bytes=shmem,
             locked_bytes=min(max(file - shmem - listed, 0), stat.get("unevictable", 0)),
