@@ -52,9 +52,7 @@ _MANIFEST: Final = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checkpoint that is ready to load: if ``in_place``, the user's own, of which only the manifest was
-    ``made`` by this call of ``ensure``.
-    """
+    """A checkpoint that is ready to load: if ``in_place``, the user's own file."""
 
     path: Path
     manifest_path: Path
@@ -249,9 +247,7 @@ def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def list_entries(name: str | None = None) -> list[CachedCheckpoint]:
-    """Return the checkpoints of the cache, the most recently used first: all, those of the model ``name``, or
-    those of the one entry called ``name``.
-    """
+    """Return the checkpoints of the cache, or of a model or entry ``name``, the last used first."""
     found = [stored for entry in _entries(name) for stored in _checkpoints(entry)]
     return sorted(found, key=lambda stored: stored.last_used_s, reverse=True)
 

@@ -37,10 +37,7 @@ Sums = dict[str, dict[str, str]]
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Return the checksum of the tensor's elements in row-major order, as 16 hexadecimal digits.
-
-    Neither strides nor device matter. It takes up to 16 MiB of memory, or that of the largest row.
-    """
+    """Return the checksum of the elements in row-major order, as 16 hexadecimal digits."""
     running = RunningChecksum(tensor.numel() * tensor.element_size())
     for piece in pieces_of(tensor, CHUNK_BYTES // tensor.element_size()):
         running.update(piece)
@@ -73,9 +70,7 @@ def summing(
     *,
     is_kept: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Yield the pieces of the tensor ``name``, and then put its checksums into ``sums``: in its own dtype
-    and, if floating-point and not kept in it by every model, in all ``CELL_DTYPES``.
-    """
+    """Yield a tensor's pieces, and then put its checksum in each dtype of loads into ``sums``."""
     kinds = {dtype_name(dtype): dtype}
     if dtype.is_floating_point and not is_kept:
         kinds |= {kind: getattr(torch, kind) for kind in CELL_DTYPES}
@@ -88,9 +83,7 @@ def summing(
 
 
 def pieces_of(tensor: torch.Tensor, elements: int = PIECE_ELEMENTS) -> Iterator[torch.Tensor]:
-    """Yield a tensor's elements in row-major order, as flat tensors of ``elements`` elements; the last may be
-    shorter. The pieces of a contiguous tensor are views.
-    """
+    """Yield the elements in row-major order, as flat tensors: views, if contiguous."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         flat = tensor.view(-1)

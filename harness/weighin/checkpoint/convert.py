@@ -67,10 +67,7 @@ class Conversion:
     choice: FolderChoice = AS_SAVED
 
     def run(self, report: Report, complete: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Convert in a child, and return the fields of ``--json``.
-
-        ``complete`` is called when the target is complete; a Ctrl-C after that is ignored.
-        """
+        """Convert in a child, and return the fields of ``--json``; call ``complete`` at the end."""
         source_format = formats.detect(self.source)
         request = asdict(self) | {
             "source": str(self.source),

@@ -1,6 +1,4 @@
-"""List a checkpoint's tensors for ``weighin inspect``, and compute from their sizes how much memory each
-strategy should need; read no tensor data, and import no torch.
-"""
+"""List a checkpoint's tensors, and the memory that strategies should need, by sizes alone."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -17,10 +17,7 @@ _COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whol
 
 
 def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
-    """Yield the elements in row-major order, in flat pieces of ``PIECE_ELEMENTS``; the last may be shorter.
-
-    The next piece may overwrite the previous one, so finish with each before you take the next.
-    """
+    """Yield the elements in row-major order, in flat pieces; the next may overwrite the last."""
     if where.nbytes == 0:
         return
     if where.fill:
@@ -43,9 +40,7 @@ def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
 def checksum_of(
     where: Slice, progress: Progress | None = None, dtype: torch.dtype | None = None
 ) -> str:
-    """Return the checksum of a tensor, or of its values in ``dtype``; call ``progress`` with the size
-    in bytes of each piece read.
-    """
+    """Return the checksum of a tensor, or of its values in ``dtype``; tell ``progress`` the bytes read."""
     kind = dtype or where.dtype
     running = RunningChecksum(prod(where.shape) * kind.itemsize)
     for piece in read_pieces(where):
@@ -94,10 +89,7 @@ def _rows(where: Slice) -> Iterator[torch.Tensor]:
 
 
 def plans(slices: Sequence[Slice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
-    """Return the ``TensorPlan`` of each tensor, in ``dtype`` if it is floating-point; None keeps its own dtype.
-
-    Tensors with the same elements in a file are tied.
-    """
+    """Return each tensor's plan, in ``dtype`` if it is floating-point; None keeps its own."""
     tied, tensors = ties(slices), []
     for source in slices:
         kind = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype

@@ -47,11 +47,7 @@ _SCALES: Final = frozenset({"weight", "scale", "gamma"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A tensor of a model, whose values may be uninitialised, and its ``dtype`` in the checkpoint.
-
-    ``place`` is equal for tensors of the same values, which are read once. ``is_kept`` tells whether it
-    keeps its floating-point dtype, whatever dtype the model is built in.
-    """
+    """A model's tensor; of equal values, ``place`` is equal. No load converts one that ``is_kept``."""
 
     name: str
     tensor: torch.Tensor
@@ -78,9 +74,7 @@ class Described:
 
 
 def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Described]:
-    """Return a model's tensors by name, built in ``dtype`` (by default that of its published files, or
-    float32): its state dict, then non-persistent buffers.
-    """
+    """Return the state dict's tensors, then the other buffers, built in ``dtype`` or as published."""
     builder, dtype = spec.builder, dtype or getattr(torch, pretrained_folder.own_dtype(spec))
     build = construct.resolve_builder(builder)
     model = construct.build_skeleton(build, spec.kwargs, dtype=dtype)
@@ -197,10 +191,7 @@ def make(
     permit: Permit = lambda _to_write, _to_read: None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write a checkpoint and its ``manifest.json`` into ``folder``, which must be empty.
-
-    The tensors have the dtype of the model's published files, or float32.
-    """
+    """Write a checkpoint, in the model's published dtype, and its manifest into an empty folder."""
     formats.suffix_of(fmt)  # raises for a format that is not written
     construct.map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
@@ -268,9 +259,7 @@ def _index_folder(
     permit: Permit,
     progress: Progress | None,
 ) -> Manifest:
-    """Write the manifest of what a folder's library loads in ``dtype``; and, if the weights' format is not
-    ``fmt``, the state dict in the widest dtype of the files, or in float32 for a GGUF file.
-    """
+    """Write the manifest of what a folder's library loads in ``dtype``, and the state dict as ``fmt``."""
     slices = formats.read(checkpoint)
     is_gguf, in_place, quantised = slices.format == gguf.NAME, slices.format == fmt, of_model(spec)
     if quantised and not in_place:

@@ -94,9 +94,7 @@ def main() -> None:
 
 
 def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:
-    """Return the builder's arguments for a folder's model, without ``config``, and the ``dtype`` of
-    ``from_pretrained(dtype="auto")``. This function imports transformers.
-    """
+    """Return the arguments for a folder's model, without ``config``, and the dtype of "auto"."""
     architecture, code = chosen_class(folder)
     slices = formats.read(folder.checkpoint, selection)
     dtype = dtype_of(folder.config) or _dtype_in(folder, slices)
@@ -236,9 +234,7 @@ def _classes_of(model_type: object) -> dict[str, tuple[str, ...]]:
 
 
 def described_gguf(file: Path) -> dict[str, Any]:
-    """Return the builder's arguments for the model in a GGUF file: the class, and the configuration
-    that transformers makes of the file's metadata. This function imports transformers.
-    """
+    """Return the arguments for a GGUF file's model, as transformers reads the metadata."""
     found = gguf.read(file)
     gguf.check_decoded(found)
     if len(parts := found.files) > 1:

@@ -108,9 +108,7 @@ def class_of_pipelines(name: str) -> Any:
 
 
 def imported(library: Library) -> Any:
-    """Import a library. In a process that weighin started, such as ``python -m weighin.worker``, keep it
-    from the network, and silence its messages; in a user's own process, each load does so.
-    """
+    """Import a library; in a process that weighin started, without network and silenced from now on."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     is_own_process = spec is not None and spec.name.partition(".")[0] == "weighin"
     if is_own_process:
@@ -205,9 +203,7 @@ def merged(model: Any, adapter: Path | str) -> Any:
 
 
 def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, Any]) -> Any:
-    """Import a folder's code with transformers, and return the class. ``auto_map`` may name a file in another
-    repository: "owner/name--modeling_x.XForCausalLM".
-    """
+    """Import a folder's code with transformers, and return the class."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     folder = Path(code["folder"])
@@ -259,9 +255,7 @@ def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def written_after_load(model: Any) -> set[str]:
-    """Return the names (in the state dict) of the tensors to which ``from_pretrained`` writes after the load:
-    ``_init_weights`` of some classes sets the padding token's row of the embedding to zero.
-    """
+    """Return the tensors that ``from_pretrained`` changes after the load (a padding token's row)."""
     tensors = model.state_dict(keep_vars=True)
     writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
     with torch.random.fork_rng(devices=[]), writes:

@@ -13,9 +13,7 @@ from weighin.stream.pretrained_library import DIFFUSERS
 
 
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
-    """Return the model of a class such as "UNet2DConditionModel" in evaluation mode, in torch's default
-    dtype; non-persistent buffers keep their dtypes, as with ``from_pretrained``.
-    """
+    """Return the model of a class of diffusers, in torch's default dtype, for evaluation."""
     kind = _class_for_weights(architecture, config)
     model: torch.nn.Module = kind.from_config(dict(config))
     dtype, kept = torch.get_default_dtype(), kind._keep_in_fp32_modules or ()

@@ -1,15 +1,11 @@
-"""Define a stack of equal linear layers: many small tensors, or few large ones of as many bytes, show how
-load time depends on tensor size.
-"""
+"""Define a stack of equal linear layers: many small tensors, or few large ones of as many bytes."""
 
 import torch
 from torch import nn
 
 
 def stack(*, layers: int, width: int, inner: int | None = None) -> nn.Module:
-    """Return linear layers without biases; with ``inner``, they alternate between ``width`` x ``inner``
-    and ``inner`` x ``width``.
-    """
+    """Return linear layers without biases; with ``inner``, they alternate between two widths."""
     sizes = (width, inner or width)
     made = (nn.Linear(sizes[at % 2], sizes[(at + 1) % 2], bias=False) for at in range(layers))
     return nn.Sequential(*made).eval()

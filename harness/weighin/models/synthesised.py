@@ -1,7 +1,4 @@
-"""Build a model without model code: from a checkpoint's tensors, or from a table of shapes.
-
-Such a model only holds tensors, and has no forward pass.
-"""
+"""Build a model without code and forward pass: from a checkpoint's tensors, or from a table of shapes."""
 
 import base64
 import json
@@ -20,9 +17,7 @@ _MOST_BYTES = 64 * 1024**2  # of JSON, because records may be forged
 
 
 def from_tensors(*, tensors: str) -> nn.Module:
-    """Return a module tree with an uninitialised parameter, or buffer of integers, for each tensor in
-    a string of ``weighin.stream.slices.pack``, else ConfigError.
-    """
+    """Return a module tree with the tensors in a string of ``stream.slices.pack``."""
     root = nn.Module()
     made: list[torch.Tensor] = []
     try:

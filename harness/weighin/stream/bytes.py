@@ -54,10 +54,7 @@ _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
 class Reader:
-    """Reads parts of files on one thread, with one open file at a time and one buffer.
-
-    A CheckpointError names a file that cannot be opened, is too short, or whose disk fails.
-    """
+    """Reads parts of files on one thread, with one open file and one buffer at a time."""
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self.piece_bytes = piece_bytes
@@ -93,10 +90,7 @@ class Reader:
             rest[:] = tail[: len(rest)]
 
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
-        """Read ``size`` bytes, at most ``piece_bytes``, into the buffer, which the next read overwrites.
-
-        Their address within a page is that in the file.
-        """
+        """Read at most ``piece_bytes`` into the buffer, at the file's address within a page."""
         skip = offset % ALIGNMENT
         piece = self._buffer[skip : skip + size]
         self._read(file, piece, offset, [self._buffer[: _up(skip + size)]])
@@ -181,9 +175,7 @@ class Reader:
 
 
 class Readers(NamedTuple):
-    """The threads that read, the size of each one's buffer, and whether the disk is late: a small read
-    takes 0.5 ms or more, so that no read is larger than the buffer.
-    """
+    """The threads that read, each one's buffer, and whether the disk is late: for small reads."""
 
     threads: int
     piece_bytes: int = PIECE_BYTES
@@ -216,10 +208,7 @@ class Disk:
         self._readers: Readers | None = None
 
     def readers(self, reader: Reader, file: Path, offset: int, size: int) -> Readers:
-        """Return how to read a file that is not cached.
-
-        The first call with at least 128 KiB measures the disk's latency, unless ``threads`` is 1.
-        """
+        """Return how to read an uncached file; the first large one shows the disk's latency."""
         if self._readers is None:
             if self.threads == 1 or size < _SAMPLE_BYTES:
                 return Readers(self.threads or DISK_THREADS)

@@ -276,10 +276,7 @@ class WriteLog(TorchDispatchMode):
         return tensor
 
     def look(self, tensors: Iterable[torch.Tensor], *, random: bool = False) -> None:
-        """Before code reads ``tensors``, execute the recorded writes on which their values depend.
-
-        With ``random``, the caller will draw the next random numbers: also execute all writes that draw.
-        """
+        """Before code reads ``tensors``, or draws, execute the writes on which the values depend."""
         keys = self._pending.intersection(map(storage_key, tensors))
         if keys or random:
             self._execute(keys, random=random)
@@ -631,10 +628,7 @@ _libc: Final = ctypes.CDLL(None)
 
 
 def give_back_heap() -> None:
-    """Return free pages of the heap to the kernel, if the C library is glibc.
-
-    glibc keeps the memory of freed tensors of a few MiB, such as masks that a constructor makes.
-    """
+    """Return free pages of glibc's heap to the kernel, such as those of masks that a constructor made."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
 

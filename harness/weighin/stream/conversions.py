@@ -47,10 +47,7 @@ class _LibraryAloneError(Exception):
 
 
 def in_place(converter: Any, layer_name: str, model: Any, lazies: "Lazies") -> Planned | None:
-    """Return how to fill the result of a ``WeightConverter``; None if transformers has to compute it.
-
-    ``lazies`` are the converter's tensors, by its source patterns.
-    """
+    """Return how to fill a ``WeightConverter``'s result; None: transformers has to compute it."""
     if len(converter.target_patterns) != 1:
         return None
     operations = list(converter.operations)
@@ -187,10 +184,7 @@ def _fp8(operation: Any, dtype: torch.dtype, codes: "Lazy", scale: "Lazy") -> "L
 
 
 def _block(size: int, count: int, named: int | None) -> int:
-    """Return the size of each of ``count`` blocks of a dimension; the last one may be smaller.
-
-    ``named`` is the size that the configuration names, if it names one.
-    """
+    """Return the size of each of ``count`` blocks of a dimension; the last may be smaller."""
     if named and 1 < count == -(-size // named):
         return named
     if not size or size % count:

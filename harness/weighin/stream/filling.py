@@ -47,10 +47,7 @@ _MOST_UNUSED_BYTES: Final = 4096  # of the file, between two tensors of one read
 
 
 class _Piece(NamedTuple):
-    """One read: the file's elements from ``offset`` on fill ``target``, in row-major order.
-
-    ``spread`` is the whole tensor, if its elements lie in the file with gaps, or overlap.
-    """
+    """One read from ``offset`` on fills ``target``, or ``spread``, a tensor with gaps in the file."""
 
     file: Path
     dtype: torch.dtype
@@ -70,10 +67,7 @@ class _Piece(NamedTuple):
 
 
 def fill(fills: Sequence[Fill], disk: Disk) -> None:
-    """Fill all tensors; the first error ends the load.
-
-    ``disk`` chooses the number of threads if the files are not cached.
-    """
+    """Fill all tensors; the first error ends the load."""
     stored = [block for one in fills if one.where.fill is None for block in _blocks(one)]
     if stored:
         stored.sort(key=lambda one: one.where.read_order)
@@ -111,9 +105,7 @@ def piece_bytes_of(total_bytes: int, threads: int) -> int:
 
 
 def file_order(where: Slice) -> list[int] | None:
-    """Return the dimensions as the file stores them, the outermost first; None if the elements have gaps
-    between them or overlap.
-    """
+    """Return the dimensions as the file stores them, the outermost first; None with gaps or overlaps."""
     if where.contiguous:
         return list(range(len(where.shape)))
     order = sorted(range(len(where.shape)), key=lambda n: (-where.stride[n], n))
@@ -130,10 +122,7 @@ def dense_stride(where: Slice) -> tuple[int, ...]:
 
 
 def part_of(where: Slice, view: torch.Tensor) -> Slice | None:
-    """Return the range of the file that has a view's values; the whole tensor has ``dense_stride``.
-
-    None for a view with another dtype, and for a part of a tensor that is not in one block of the file.
-    """
+    """Return a view's range of the file; None unless it is one block of the same dtype."""
     stride, dense = view.stride(), dense_stride(where)
     if view.dtype != where.dtype:
         return None
@@ -187,10 +176,7 @@ def _openmp() -> ctypes.CDLL:
 
 
 def _compute_alone() -> None:
-    """Let torch compute on this thread alone, without a pool of threads for each reading thread.
-
-    ``torch.set_num_threads`` would apply to the whole process.
-    """
+    """Let torch compute on this thread alone: ``torch.set_num_threads`` would apply to the whole process."""
     torch.get_num_threads()  # else torch sets the number of this thread at its first operation
     with suppress(OSError, AttributeError):  # torch without OpenMP
         _openmp().omp_set_num_threads(1)

@@ -124,10 +124,7 @@ def _contents(
     read_file: Callable[[Path, Sequence[str]], Iterable[Slice]],
     repair: str,
 ) -> Iterator[tuple[Path, list[str], Iterable[Slice]]]:
-    """Yield each file that an index names, its keys in the index, and its tensors.
-
-    ``homes`` maps keys to names of files; ``read_file`` takes a file and its keys.
-    """
+    """Yield each file that an index names, its keys, and what ``read_file`` reads in it."""
     files: dict[object, Path] = {}
     keys: dict[Path, list[str]] = {}
     for key, name in homes.items():
@@ -204,10 +201,7 @@ _LONGEST_NAME: Final = 200  # file systems allow 255 bytes
 
 
 def file_name(key: str) -> str:
-    """Return the name of a key's file: the key and ".pt", with unsafe bytes percent-encoded.
-
-    Different keys get different names, and no name leads out of the folder.
-    """
+    """Return the name of a key's file, percent-encoded: unique, and inside the folder."""
     encoded = key.encode("utf-8", "surrogatepass")
     name = _UNSAFE.sub(lambda match: f"%{match[0][0]:02X}".encode(), encoded)
     text = re.sub(r"\A\.", "%2E", name.decode())
@@ -218,9 +212,7 @@ def file_name(key: str) -> str:
 
 
 def module_of(key: str) -> str:
-    """Return the layer or submodule of a key, which is the key up to its first number, or else the
-    key's first part: "trf_blocks.3", "tok_emb".
-    """
+    """Return a key up to its first number, or else its first part: "trf_blocks.3", "tok_emb"."""
     numbered = re.match(r"(.*?\.\d+)\..", key)
     return numbered[1] if numbered else key.partition(".")[0]
 
@@ -292,10 +284,7 @@ _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
 
 
 def _read_dcp(folder: Path, key: str) -> Checkpoint:
-    """Return all tensors, or only those whose names begin with ``key`` and a dot.
-
-    torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step".
-    """
+    """Return all tensors, or those below ``key``; torch flattens nested dicts into dotted names."""
     path = folder / DCP_INDEX
     metadata = _dcp_metadata(path)
     tensors, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")

@@ -70,10 +70,7 @@ Value = TypeVar("Value")
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Keep what ``once`` returns until the context ends; the files must not change until then.
-
-    Several parts of a command read one checkpoint, and a network's storage answers each read late.
-    """
+    """Keep what ``once`` returns until the context ends: a network's disk answers late."""
     token = _known.set({} if _known.get() is None else _known.get())
     try:
         yield
@@ -219,9 +216,7 @@ def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
 
 
 def other_zip(path: Path, names: Sequence[str]) -> CheckpointError | None:
-    """Return the error for a zip archive with records of these names; None if ``torch.save`` may have
-    written it. A TorchScript program has a data.pkl, too.
-    """
+    """Return the error for a zip archive with these records; None if ``torch.save`` may have written it."""
     inner = {name.partition("/")[2] for name in names}
     if "data.pkl" in inner and not inner & {"constants.pkl", "bytecode.pkl"}:
         return None

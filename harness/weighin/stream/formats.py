@@ -77,9 +77,7 @@ def detect(path: Path) -> str:
 
 
 def _located(path: Path) -> tuple[str, Path]:
-    """Return the format of a checkpoint, and its own path, which lies below the folder of a training run,
-    or of a Hugging Face folder whose weights are not in shards with the usual index.
-    """
+    """Return a checkpoint's format, and its own path, which may lie below ``path``."""
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _located(file)
     if path.is_dir():

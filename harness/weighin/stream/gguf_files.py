@@ -96,10 +96,7 @@ def matches(path: Path) -> bool:
 
 
 def file_of(path: Path) -> Path:
-    """Return ``path`` if it is no folder; else the only model's file, or the first of its parts.
-
-    A projector of images or sound, which llama.cpp calls mmproj, belongs to the model beside it.
-    """
+    """Return a file itself; of a folder, its only model (mmproj is none), or the first part."""
     if not path.is_dir():
         return path
     found = files_in(path)

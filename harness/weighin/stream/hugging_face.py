@@ -171,10 +171,7 @@ def load_pretrained(
 def _loaded(
     kwargs: dict[str, Any], checkpoint: Path, load: Load, options: dict[str, Any], method: str = ""
 ) -> Any:
-    """Return the model that transformers loads; raise CheckpointError if it has drawn weights at random.
-
-    ``method`` is a quantisation that config.json names and transformers ignores, if there is one.
-    """
+    """Return the model that transformers loads; refuse it if weights are drawn at random."""
     try:
         with reading(load):
             model, missing = pretrained.reference(kwargs, checkpoint, **options)
@@ -283,10 +280,7 @@ def _of_timm(found: PretrainedFolder, selection: Selection, dtype: torch.dtype) 
 def _of_sentences(
     folder: Path, dtype: torch.dtype | str | None, device: torch.device, threads: int | None
 ) -> Any:
-    """Return the model that ``SentenceTransformer(folder, device=device)`` returns.
-
-    The dtype goes to the package's ``model_kwargs``; None chooses the package's own default.
-    """
+    """Return ``SentenceTransformer(folder, device=device)``; without a dtype, in its own."""
     files = sentence_parts.read(folder, formats.read).files
     parts = sentence_parts.own_folders(folder)
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {', '.join(parts)}"

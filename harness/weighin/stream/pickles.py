@@ -189,9 +189,7 @@ _PUT, _GLOBAL, _FRAME, _STOP = b"rc\x95."
 
 
 def _rewritten(data: bytes) -> tuple[bytes, int]:
-    """Return the harmless form of the pickle that begins ``data``, and the pickle's length in bytes;
-    IndexError: ``data`` end before the pickle does.
-    """
+    """Return the harmless form of the first pickle, and its length; IndexError: it is cut off."""
     harmless = bytearray()
     at = copied = objects = 0
     for count in range(_MOST_INSTRUCTIONS):
@@ -232,9 +230,7 @@ def _rewritten(data: bytes) -> tuple[bytes, int]:
 
 
 class Pickled(pickle.Unpickler):
-    """A pickled ``value``, as records that are made of what the rewritten instructions hand over; its
-    ``storages`` by key; and all ``names`` of classes and functions in it.
-    """
+    """A pickled ``value`` as records, its ``storages`` by key, and the ``names`` of its classes."""
 
     def __init__(self, harmless: bytes) -> None:
         super().__init__(io.BytesIO(harmless), encoding="latin-1")
@@ -292,10 +288,7 @@ class Pickled(pickle.Unpickler):
 
 
 def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pickled:
-    """Return the next pickled value of ``file``, which begins at the byte ``base`` of the file ``path``.
-
-    ``resave`` is the repair (advice) in the error for a damaged pickle.
-    """
+    """Return the next pickle of ``file``, which begins at the byte ``base`` of ``path``."""
     at = file.tell()
     what = f"{path}: damaged: the pickle from byte {base + at:,} cannot be read"
     try:

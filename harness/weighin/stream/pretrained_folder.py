@@ -62,9 +62,7 @@ _VARIANT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PretrainedFolder:
-    """A folder of transformers, diffusers or timm; ``config`` is the content of ``config.json``, and
-    ``checkpoint`` what ``find_weights`` returns.
-    """
+    """A folder of transformers, diffusers or timm: its ``config.json``, and what ``find_weights`` returns."""
 
     path: Path
     config: dict[str, Any]
@@ -227,9 +225,7 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that a ``config.json`` names, or None. transformers takes that of the key "" in a dict
-    of dtypes for parts, or float32.
-    """
+    """Return the dtype that ``config.json`` names, or None; of a dict, that of the key ""."""
     name = config.get("dtype")
     if name is None:
         name = config.get("torch_dtype")

@@ -185,9 +185,7 @@ def in_checkpoint(path: Path, slices: Sequence[Slice]) -> Quantised | None:
 
 
 def refuse_codes(path: Path, slices: Sequence[Slice], names: Iterable[str]) -> None:
-    """Raise CheckpointError if a model with tensors of these ``names`` would take quantised codes for weights,
-    unless it has tensors for the scales, such as the built-in gpt-oss-20b.
-    """
+    """Refuse codes for a model with tensors of these ``names``, unless it has some for scales."""
     if not (codes := find_codes(slices)):
         return
     places = {name.rpartition(".")[2] for name in names}

@@ -43,10 +43,7 @@ _lock: Final = RLock()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """A tensor in a file, with the interface of a slice of safetensors.
-
-    ``spawn_materialize`` sets the model's dtype and device; a call then returns the tensor.
-    """
+    """A tensor in a file, as a slice of safetensors; a call returns it, in the model's dtype."""
 
     load: "Load"
     where: Slice
@@ -125,10 +122,7 @@ class Load:
         return slices if slices.only_tensors else None
 
     def tensor(self, lazy: Lazy) -> torch.Tensor:
-        """Return a tensor: its memory, to be filled by ``finish``, if its conversion only renames.
-
-        Names of one place in the files share one tensor, unless each name's values are converted.
-        """
+        """Return a tensor, filled by ``finish`` if only renamed; names of one place share one."""
         if not self.defers:
             return self.read(lazy)
         where = lazy.where

@@ -52,10 +52,7 @@ _MOST_ITEMS: Final = 2_000_000
 
 
 def read(path: Path) -> Checkpoint:
-    """Return all tensors' offsets, in the order of ``weighin.order`` or else of the header.
-
-    The CheckpointError for a damaged file names the faulty tensor or byte offset.
-    """
+    """Return all tensors' offsets, in the order of ``weighin.order`` or the header."""
     text, file_bytes = _header(path)
     entries = _parsed(path, text)
     metadata: Any = entries.pop(METADATA, None)

@@ -1,7 +1,4 @@
-"""What a reader returns: a checkpoint's tensors, and the place of each tensor in the files.
-
-torch is not imported: weighin's own process describes checkpoints with these types alone.
-"""
+"""What a reader returns: a checkpoint's tensors, and each one's place in the files; without torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -168,9 +165,7 @@ class Checkpoint(list[Slice]):
         return not (self.values or self.refused)
 
     def without(self, prefix: str, *, only: bool = False) -> "Checkpoint":
-        """Return the tensors and values with ``prefix``, "module.", removed from their names, as by
-        torch's ``consume_prefix_in_state_dict_if_present``; with ``only``, leave out the others.
-        """
+        """Return it without ``prefix`` in names; with ``only``, without other names."""
         kept = prefix if only else ""
         renamed = Checkpoint(
             replace(one, name=one.name.removeprefix(prefix))
@@ -257,9 +252,7 @@ def check_converts(checkpoint: "Path", slices: Iterable[Slice], repair: str) -> 
 
 
 def pack(slices: Sequence[Slice]) -> str:
-    """Return the names, shapes, dtypes and ties of tensors as one short string, by which a record
-    identifies the model that ``weighin.models.synthesised.from_tensors`` builds: 3 KiB for GPT-2 XL.
-    """
+    """Return tensors' names, shapes, dtypes and ties as a string, for ``from_tensors``."""
     import base64
     import json
     import zlib

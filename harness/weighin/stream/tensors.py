@@ -92,9 +92,7 @@ def tied_names(model: torch.nn.Module) -> list[list[str]]:
 
 
 def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
-    """Make the names of each group share the tensor of the group's first name again, after ``to_empty``
-    from the meta device or ``load_state_dict(assign=True)``, which silently untie weights.
-    """
+    """Let each group share a tensor again, which ``to_empty`` and ``assign=True`` untie."""
     for first, *others in groups:
         owner, _, attribute = first.rpartition(".")
         tensor = getattr(model.get_submodule(owner), attribute)
@@ -104,9 +102,7 @@ def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
 
 
 def untie(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Give each name of a tied parameter an uninitialised parameter of its own; the names of one of the
-    ``groups`` still share one.
-    """
+    """Untie a model's parameters, uninitialised, but for the names of one of ``groups``."""
     firsts = {name: names[0] for names in groups for name in names}
     for names in tied_names(model):
         made: dict[str, torch.nn.Parameter] = {}
@@ -122,9 +118,7 @@ def untie(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
 
 
 def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
-    """Add the missing names of tied weights to a state dict, of which some formats store only one; each
-    group has the names of one tensor.
-    """
+    """Add the missing names of tied weights, of which some formats store only one, to a state dict."""
     for names in groups:
         present = [name for name in names if name in state]
         state |= {name: state[present[0]] for name in names if present and name not in state}

@@ -56,9 +56,7 @@ Record = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """The pickled value of a file, and the places of its storages by their keys. ``refused`` is the first
-    name in the pickle that torch.load(weights_only=True) refuses; or "".
-    """
+    """A file's value, its storages' places by key, and the first name that torch refuses."""
 
     path: Path
     value: Any
@@ -137,9 +135,7 @@ def read_one(path: Path, name: str, base: int = 0, length: int | None = None) ->
 
 
 def open_file(path: Path, base: int = 0, length: int | None = None) -> TorchFile:
-    """Return the pickled value of a file of ``torch.save``, or of the archive of ``length`` bytes that
-    begins at the byte ``base`` of a file, and its storages' places.
-    """
+    """Return the content of a file of ``torch.save``, or of the archive at ``base`` in it."""
     head = foreign.check_present(path) if length is None else b"PK"
     if not foreign.is_legacy(head) and not foreign.is_zip(head):
         raise foreign.unknown(path, head)
@@ -311,9 +307,7 @@ def is_extra_state(name: object) -> bool:
 
 
 def _at_key(path: Path, value: Any, key: str) -> Any:
-    """Return the value at a dotted key of nested dicts; or else the values whose names begin with the
-    key and a dot, as a dict of their remaining names.
-    """
+    """Return the value at a dotted key of nested dicts, or the values below it by their rest."""
     if not key:
         return value
     for found in _found(value, key):
@@ -331,9 +325,7 @@ def _at_key(path: Path, value: Any, key: str) -> Any:
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
-    """Yield every value that a dotted key can mean in nested dicts, the longest first name first,
-    because names may contain dots.
-    """
+    """Yield every value that a dotted key can mean, as names may contain dots."""
     if not isinstance(value, dict):
         return
     if key in value:

@@ -239,9 +239,7 @@ def _write_legacy(target: Path, tensors: Plans, values: _Values) -> None:
 
 
 def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
-    """Write a file in which the tensors with the widest elements come first, so that each offset is a
-    multiple of the tensor's element size. The header keeps the order of ``tensors``.
-    """
+    """Write the widest elements first, so that all are aligned; the header keeps the order."""
     stored, names = _stored(tensors), [plan.name for plan in tensors]
     ties = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
     begins: dict[str, int] = {}
@@ -345,10 +343,7 @@ def _homes(fmt: str, keys: Iterable[str], shared: Mapping[str, str]) -> dict[str
 
 
 def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str, str]) -> None:
-    """Write ``index.json`` of the format ``per_param`` or ``per_module``, by the keys of a state dict.
-
-    Call this last: readers take a folder with an index as complete.
-    """
+    """Write ``index.json``, as the last file: a folder with an index counts as complete."""
     homes = _homes(fmt, keys, shared)
     files: dict[str, list[str]] = {}
     for key, name in homes.items():
@@ -360,10 +355,7 @@ def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str
 
 
 def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
-    """Write each tensor as an archive of ``torch.save`` into one file, and the metadata.
-
-    Tied keys refer to the same archive. torch's own writer needs whole tensors in memory.
-    """
+    """Write each tensor, tied keys once, as an archive of ``torch.save`` into one file, and the metadata."""
     target.mkdir()
     scratch = target / "archive"  # torch's own name for an archive that it writes to a stream
     places: dict[str, tuple[int, int]] = {}
@@ -411,10 +403,7 @@ def _dcp_metadata(tensors: Plans, places: Mapping[str, tuple[int, int]]) -> byte
 
 
 def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:
-    """Write a file with the package tensorizer, which alone reads it, for the strategy of that name.
-
-    A tied weight is written only under the first of its names.
-    """
+    """Write a file with the package tensorizer, a tied weight only under its first name."""
     with extra("loaders", "writing tensorizer's format"):
         from tensorizer import TensorSerializer, TensorType
     stored = _stored(tensors)
