@@ -106,12 +106,12 @@ def model_beside(*anon: int, built_from: int = 120) -> tuple[Result, list[Sample
     )
 
 
-def test_a_copy_that_is_not_read_to_its_end_is_said_to_be_read() -> None:
+def test_of_a_copy_that_is_not_read_to_its_end_the_amount_is_what_was_read() -> None:
     cause = found(*model_beside(100, 400, 480))
     assert cause
     assert (cause.name, cause.words) == (
         "two copies",
-        "A second copy of the weights was being read, beside the model's own: 256 MiB of my weights.pt.",
+        "Two copies of the weights were in memory: 80 MiB read from my weights.pt, and the model's own.",
     )
     assert cause.hint.startswith("Try torch.load(..., mmap=True): ")
 
@@ -141,8 +141,8 @@ def converting(code: str, anon: list[int]) -> tuple[Result, list[Sample]]:
     [
         ("converted[name] = tensor.float()", ".float()"),
         ("model.half()", ".half()"),
-        ("x = x.to(torch.float32)", ".to(torch.float)"),
-        ("x = x.to(dtype=kind)", ".to(dtype)"),
+        ("x = x.to(torch.float32)", ".to()"),
+        ("x = x.to(dtype=kind)", ".to()"),
         ("a = a.astype('f4')", ".astype()"),
     ],
 )
@@ -186,12 +186,8 @@ def test_a_whole_file_that_is_read(code: str) -> None:
     assert cause
     assert (cause.name, cause.words) == (
         "a whole file",
-        "The program read a whole file into memory: big.bin has 600 MiB.",
+        "The program read a whole file into memory: big.bin has 600 MiB, and memory grew by 290 MiB.",
     )
-    unfinished = found(*reading(code, replace(BIG, position_bytes=290 * MIB), usage=40 * MIB))
-    assert unfinished
-    assert unfinished.place
-    assert unfinished.place.frame.line == 7
 
 
 @pytest.mark.parametrize(
@@ -226,7 +222,7 @@ def test_a_checkpoint_that_is_read_into_memory_is_a_whole_file() -> None:
     assert cause
     assert (cause.name, cause.words) == (
         "a whole file",
-        "The program read a whole file into memory: my weights.pt has 256 MiB.",
+        "The program read a whole file into memory: my weights.pt has 256 MiB, and memory grew by 150 MiB.",
     )
     assert cause.hint == (
         "Try torch.load(..., mmap=True): weighin recommend '/data/my weights.pt' --ram 600MiB"
@@ -251,11 +247,10 @@ def parsing(*frames: str) -> tuple[Result, list[Sample]]:
 
 def test_a_file_that_is_parsed_at_once_says_what_became_of_it() -> None:
     cause = found(*parsing(*PARSES))
-    assert cause and cause.place
+    assert cause
     assert cause.words == (
         "The program read a whole file into memory: rows.json has 60 MiB, and memory grew by 290 MiB."
     )
-    assert cause.place.frame.line == 9
     assert name_of(parsing(*PARSES[1:])) == ""  # it does something else with an open file
 
 
@@ -341,51 +336,6 @@ def test_a_process_that_a_killed_parent_left_is_not_the_cause() -> None:
     assert found(*killed([300 * MIB], processes=processes)) is None
 
 
-STEADY = [size * MIB for size in range(10, 301, 10)]
-
-
-def growing(anon: list[int], *lines: int, inner: int = 0) -> tuple[Result, list[Sample]]:
-    """A process that grows while each of the lines calls ``Cache.add``, in one line or in others."""
-    usages = [anon[-1] * (number + 1) // len(lines) for number in range(len(lines))]
-    stacks = tuple(
-        stack(usage, f"Cache.add (load.py:{inner or 50 + at})", f"<module> (load.py:{line})")
-        for at, (usage, line) in enumerate(zip(usages, lines, strict=True))
-    )
-    return killed(anon, stacks=stacks)
-
-
-def test_a_steady_growth_in_one_line() -> None:
-    cause = found(*growing(STEADY, 9, 9, 9, 9, inner=5))
-    assert cause
-    assert (cause.name, cause.words) == (
-        "growth",
-        "Anonymous memory grew steadily from 60 MiB to 300 MiB in 2.4 s.",
-    )
-    assert cause.place
-    assert cause.place.title == "`Cache.add` (load.py:5)"
-
-
-def test_a_growth_in_changing_inner_lines_is_that_of_the_line_that_they_share() -> None:
-    result, samples = killed(
-        STEADY,
-        stacks=tuple(
-            stack(usage * MIB, f"Cache.add (load.py:{line})", "<module> (load.py:20)")
-            for usage, line in ((100, 5), (150, 6), (200, 7), (299, 5))
-        ),
-    )
-    cause = found(result, samples)
-    assert cause
-    assert cause.place
-    assert cause.place.title == "`add` (load.py:20)"
-
-
-def test_a_growth_in_one_step_is_not_steady() -> None:
-    steps = [10 * MIB] * 15 + [300 * MIB] * 15
-    assert found(*growing(steps, 9, 9, 9, 9)) is None
-    assert found(*growing(STEADY, 9)) is None
-    assert found(*growing(STEADY[::3], 9, 9, 9, 9)) is None
-
-
 def at_one_line(*usages: int, frames: tuple[str, ...] = (), code: str = "") -> Any:
     """A process that grew in a step that no sample saw, with readings at one line of it."""
     stacks = tuple(
@@ -397,9 +347,9 @@ def at_one_line(*usages: int, frames: tuple[str, ...] = (), code: str = "") -> A
 
 def test_a_growth_that_three_readings_found_at_one_line() -> None:
     cause = found(*at_one_line(100, 150, 250))
-    assert cause and cause.place
-    assert (cause.name, cause.place.title) == ("growth", "`Log.add` (load.py:5)")
-    assert cause.words.startswith("Anonymous memory grew from 100 MiB to 250 MiB in ")
+    assert cause
+    assert cause.name == "growth"
+    assert cause.words == "Anonymous memory grew from 100 MiB to 250 MiB in 0.2 s."
 
 
 @pytest.mark.parametrize(
