@@ -109,9 +109,11 @@ def test_bodies_whose_peaks_are_limited(
     )
     assert held
     assert 80 <= float(held[1]) < 90
-    assert re.search(r"^phase +time +peak RSS +anonymous at end$", text, re.MULTILINE)
-    assert re.search(r"^apply +\d.* MiB +\d+\.\d+ MiB$", text, re.MULTILINE)
-    assert "weighin: phases under process" in text
+    assert re.search(
+        r"^phase +time +peak RSS +anonymous at end +cgroup peak +CUDA peak$", text, re.MULTILINE
+    )
+    assert re.search(r"^apply +\d.* MiB +\d+\.\d+ MiB +- +-$", text, re.MULTILINE)
+    assert "weighin: test_too_much ok under process" in text
     assert "E       assert 2 == 1" in text
     assert (
         "the process of the test ended before pytest could report: strategy_failed: the measured"
@@ -156,13 +158,6 @@ def test_a_setting_limits_all_tests_of_a_session(user: pytest.Pytester) -> None:
     text = result.stdout.str()
     too_much = r"^rss .* MiB during the test's body, more than its limit of 60\.000 MiB$"
     assert len(re.findall(too_much, text, re.MULTILINE)) == 2
-
-
-def test_a_setting_that_is_no_size_ends_the_session(user: pytest.Pytester) -> None:
-    user.makeini("[pytest]\nlimit_peak = much\n")
-    result = run(user, "def test_body(): ...")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines("ERROR: the ini option limit_peak: *much*")
 
 
 def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
@@ -217,12 +212,8 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
     assert (
         "AssertionError: above_import_bytes cannot be read, because fail did not end ok: strategy_failed: KeyError: 'gone' ("
     ) in text
-    assert (
-        'the peaks of such a load are incomplete: if the outcome is intended, assert run.outcome == "..." and read no peaks'
-        in text
-    )
     assert "weighin: mmap_assign ok" in text  # the phases, behind the assertion on the model's size
-    assert re.search(r"^touch +\d.* MiB +\d+\.\d+ MiB$", text, re.MULTILINE)
+    assert re.search(r"^touch +\d.* MiB +\d+\.\d+ MiB +- +-$", text, re.MULTILINE)
     assert "'60MB' is ambiguous: MB is 1000-based for some tools and 1024-based for others" in text
     assert "no metric is called 'rs'\ndid you mean 'rss'? known: anon, cgroup, cuda, rss" in text
     assert "cgroup was not measured under the isolation process: needs the isolation cgroup" in text
@@ -283,7 +274,7 @@ def test_fits(): assert child(20) == 0
     for metric in ("rss (exact)", "anon (sampled)"):
         held = re.search(
             rf"^{re.escape(metric)} grew by \d.* during the test's body, and its child processes"
-            r" had (\d+\.\d+) MiB of private memory \(sampled\): together more than the limit"
+            r" had (\d+\.\d+) MiB of private memory \(sampled\), more than its limit"
             r" of 100\.000 MiB$",
             text,
             re.MULTILINE,

@@ -52,7 +52,7 @@ def test_limits_that_fit_together_are_accepted() -> None:
 def test_limits_that_do_not_fit_together() -> None:
     assert refused(run_with(8 * GIB, 2 * GIB, 9 * GIB)) == (
         "jobs=2: the RAM limits of 2 cells are 17.000 GiB together, but only 16.000 GiB of RAM are free\n"
-        "give a smaller number to jobs, or smaller limits to --ram"
+        "leave jobs out, or change what it names"
     )
 
 
@@ -71,7 +71,7 @@ def test_limits_that_do_not_fit_together_into_a_cgroup_around_the_cells() -> Non
     too_much = replace(run_with(2 * GIB, 3 * GIB), isolation=CgroupIsolation())
     assert refused(too_much) == (
         "jobs=2: the RAM limits of 2 cells are 5.000 GiB together, but only 4.000 GiB of RAM are free\n"
-        "give a smaller number to jobs, or smaller limits to --ram"
+        "leave jobs out, or change what it names"
     )
     jobs.check_jobs(
         replace(too_much, isolation=DockerIsolation()), 2
@@ -107,11 +107,10 @@ def test_a_floor_is_searched_below_the_limit_of_the_cgroup_around_the_cells(
 
 
 def test_what_cannot_run_at_once() -> None:
-    assert refused(run_with(GIB, None)).startswith("jobs needs a RAM limit for each cell")
+    assert refused(run_with(GIB, None)).startswith("jobs needs --ram")
     for changes in ({"checkpoint": Path("w.pt")}, {"storage": Path("disk")}):
         told = refused(run_with(GIB, **changes))
         assert told.startswith("jobs with --checkpoint or storage: all cells would read")
-        assert told.endswith("\nleave jobs out, or --checkpoint and storage")
     for own in ("steady",):
         assert refused(run_with(GIB, **{own: True})).startswith(
             "with jobs, weighin measures only the memory of cells"
@@ -135,16 +134,11 @@ def test_the_settings_of_an_engine() -> None:
     [
         (
             ("local", "auto", {}),
-            "address has an effect only with --engine ray\nadd --engine ray, or leave address out",
-        ),
-        (
-            ("local", "", {"a": "b"}),
-            "labels has an effect only with --engine ray\nadd --engine ray, or leave labels out",
+            "address and labels have an effect only with --engine ray\nadd --engine ray, or leave them out",
         ),
         (
             ("ray", "", {}, 2),
-            "jobs is for one machine, because each node of a cluster runs one cell at a"
-            " time\nleave jobs out",
+            "each node of a cluster runs one cell at a time\nleave jobs out",
         ),
     ],
 )

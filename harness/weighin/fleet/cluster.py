@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ _NODE_ID: Final = "ray.io/node-id"
 _MONITOR: Final = "RAY_memory_monitor_refresh_ms"
 _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
-_ANSWER_S: Final = 120.0  # for what a node has
 
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
     cloudpickle.register_pickle_by_value(sys.modules[_name])
@@ -44,18 +42,15 @@ def run(assignment: Mapping[str, Any]) -> Answer:
     """Run an assignment on the node to which Ray copied this function; return its id and what it told.
 
     Its process gets the environment with which the node was started: Ray's own workers have variables
-    such as OMP_NUM_THREADS that would change the measurement. Ray's memory monitor kills tasks when the
-    node is short of memory, also a cell below its limit.
+    such as OMP_NUM_THREADS that would change the measurement.
     """
     place = ray.get_runtime_context().get_node_id()
     try:
         raylet = next(p for p in psutil.Process().parents() if p.name() == "raylet").environ()
-        value = raylet.get(_MONITOR) if (of := assignment["monitor"]) is None else str(of)
-        if value is not None and value.strip() == "0":
+        if raylet.get(_MONITOR, "").strip() == "0":
             is_tested = place in assignment["is_tested"]
             return place, run_here({**assignment, "is_tested": is_tested}, raylet)
-        source = f"{_MONITOR} is not set: Ray's default" if value is None else f"{_MONITOR}={value}"
-        why = f"Ray's memory monitor is on ({source}), and would kill cells before their limit does"
+        why = "Ray's memory monitor is on, and would kill cells before their limit does"
         fix = "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor"
     except Exception as error:  # raised, it would not name the node
         why = f"weighin does not start on this node: {error!r}"
@@ -69,19 +64,20 @@ class Cluster:
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
         self._task = ray.remote(num_cpus=0, resources={SLOT: 1}, max_retries=_RETRIES)(run)
-        config = ray._private.state.state.get_system_config()
-        monitor = config.get(_MONITOR.removeprefix("RAY_"))
-        self._about = {"weighin": own_code(), "monitor": monitor}
+        self._code = own_code()
         self.gpus: dict[str, float] = {}  # of the living nodes
-        self._silent = set[str]()  # the nodes that did not say what they have
 
     def names(self) -> dict[str, str]:
         found = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get(SLOT)]
         hosts = [each["NodeManagerHostname"] for each in found]
         names, self.gpus = {}, {}
-        for each, host in zip(found, hosts, strict=True):
-            place, labels = each["NodeID"], each.get("Labels", {})
-            if self._labels.items() <= labels.items() and place not in self._silent:
+        for each in found:
+            host, place, labels = (
+                each["NodeManagerHostname"],
+                each["NodeID"],
+                each.get("Labels", {}),
+            )
+            if self._labels.items() <= labels.items():
                 names[place] = f"{host}/{place[:8]}" if hosts.count(host) > 1 else host
                 self.gpus[place] = each["Resources"].get("GPU", 0)
         return names
@@ -89,17 +85,17 @@ class Cluster:
     def submit(
         self, assignment: Mapping[str, Any], without: Collection[str], gpus: float, only: str = ""
     ) -> Future[Any]:
-        """Let Ray run an assignment, as soon as a node is free, but on no node of ``without``."""
-        nodes = only or f"!in({','.join({*without, *self._silent})})"
+        """Let Ray run an assignment, as soon as a node is free, but on none of ``without``."""
+        nodes = only or f"!in({','.join(without)})"
         where = self._labels if nodes == "!in()" else self._labels | {_NODE_ID: nodes}
         task = self._task.options(num_gpus=gpus, label_selector=where)
-        reference = task.remote({**self._about, **assignment})
+        reference = task.remote({"weighin": self._code, **assignment})
         future: Future[Any] = reference.future()
         future.task = reference  # type: ignore[attr-defined]
         return future
 
     def answer(self, done: Future[Any]) -> Answer:
-        """Return the answer to a finished assignment, without the id of a node if Ray lost all tries."""
+        """Return what an assignment gave, without the id of a node if Ray lost all tries."""
         try:
             place, told = done.result()
         except RayError as lost:
@@ -118,28 +114,21 @@ class Cluster:
 
     def find(self) -> list[Node]:
         """Ask all nodes at the same time what they have; return those that can measure."""
-        end_s, names, asked = time.monotonic() + _ANSWER_S, self.names(), {}
+        names, asked = self.names(), {}
         for place, gpus in self.gpus.items():
             about = {"kind": "describe", "is_tested": (), "gpu": gpus > 0}
             asked[place] = self.submit(about, (), gpus, only=place)
         try:
-            alive: Collection[str] = names
-            while wait([asked[each] for each in asked if each in alive], _WAIT_S).not_done:
+            while wait([asked[n] for n in asked.keys() & self.names().keys()], _WAIT_S).not_done:
                 interrupts.check()
-                alive = self.names() if time.monotonic() < end_s else ()
         finally:
             lost = [task for task in asked.values() if not task.done()]
             self.stop(lost)
-        found, errors = [], []
-        for place, task in asked.items():
-            told = {} if task in lost else self.answer(task)[1]
-            if has := told.get("node"):
-                found.append(Node(place, names[place], **has))
-            elif error := told.get("error"):
-                errors.append((f"{names[place]}: {error['message']}", error["repair"]))
-        self._silent = asked.keys() - {node.id for node in found}
-        if errors:
-            raise ConfigError("; ".join(message for message, _ in errors), errors[0][1])
+        told = {n: self.answer(task)[1] for n, task in asked.items() if task not in lost}
+        if errors := {n: has["error"] for n, has in told.items() if "error" in has}:
+            message = "; ".join(f"{names[n]}: {error['message']}" for n, error in errors.items())
+            raise ConfigError(message, next(iter(errors.values()))["repair"])
+        found = [Node(n, names[n], **has["node"]) for n, has in told.items() if "node" in has]
         if not found:
             raise ConfigError(
                 f"no node of the cluster has the resource {SLOT} and all labels of the run",
@@ -156,11 +145,8 @@ class Cluster:
 @contextmanager
 def connected(address: str, labels: Mapping[str, str]) -> Iterator[Cluster]:
     if address.startswith("ray://"):
-        raise ConfigError(
-            f"address={address} is the address of Ray's client server, through which weighin"
-            " cannot receive the events of a measurement",
-            "run weighin on a machine of the cluster, with address=auto or HOST:6379",
-        )
+        why = f"address={address} is Ray's client server, through which weighin cannot measure"
+        raise ConfigError(why, "run weighin on a machine of the cluster, with address=auto")
     # Ray prints on standard output that a node was lost; the driver says so itself, on standard error.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
     # Ray would end this process at SIGTERM with exit code 15, and without its clean-up.

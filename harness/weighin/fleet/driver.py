@@ -52,13 +52,12 @@ def engine_settings(
     if name not in NAMES:
         raise UnknownName("engine", name, NAMES)
     if name == "ray" and jobs > 1:
-        why = "jobs is for one machine, because each node of a cluster runs one cell at a time"
-        raise ConfigError(why, "leave jobs out")
+        raise ConfigError("each node of a cluster runs one cell at a time", "leave jobs out")
     if name == "ray":
         return {"name": name, "address": address or "auto", "labels": dict(labels)}
-    if key := "address" if address else "labels" if labels else "":
-        repair = f"add --engine ray, or leave {key} out"
-        raise ConfigError(f"{key} has an effect only with --engine ray", repair)
+    if address or labels:
+        why = "address and labels have an effect only with --engine ray"
+        raise ConfigError(why, "add --engine ray, or leave them out")
     return {"name": name, "jobs": jobs} if jobs > 1 else {}
 
 
@@ -212,16 +211,15 @@ class Driver:
 
     def _leave_out(self, place: str, error: HarnessError) -> None:
         if place not in self._left_out:
-            message = f"{self._names[place]}: {error.message}"
-            self._progress.preparing(f"no further cell for {message}", None)
-            told = HarnessError(message, error.repair, exit_code=error.exit_code)
-            self._left_out[place] = told
+            error.message = f"{self._names[place]}: {error.message}"
+            self._progress.preparing(f"no further cell for {error.message}", None)
+            self._left_out[place] = error
 
     def _stuck(self) -> HarnessError:
         left = sum(map(len, self._waiting.values()))
         waiting = f"{left} cell{'s' * (left > 1)} cannot run"
         if not (nodes := self._alive.keys() - self._left_out.keys()):
-            *_, last = self._left_out.values()
+            last = [*self._left_out.values()][-1]
             message = f"{waiting}, no node is left: {last.message}"
             return NoNodeLeft(message, last.repair, exit_code=last.exit_code)
         demand = next(demand for demand, cells in self._waiting.items() if cells)
@@ -306,23 +304,27 @@ def run_jobs(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
 
 def check_jobs(task: Run, jobs: int) -> None:
     settings, cells = task.settings, [each.cell for each in task.planned if not each.skip]
-    if settings.checkpoint or settings.checkpoints or settings.storage:
-        raise ConfigError(
+    limits = [each.ram_limit_bytes or 0 for each in cells]
+    needed, (_, free) = sum(sorted(limits)[-jobs:]), cgroup.ram_bytes(task.isolation.name)
+    together = f"the RAM limits of {jobs} cells are {format_bytes(needed)} together"
+    for is_refused, why in (
+        (
+            settings.checkpoint or settings.checkpoints or settings.storage,
             "jobs with --checkpoint or storage: all cells would read the same files, whose pages the"
             " kernel charges only to the cell that reads them first",
-            "leave jobs out, or --checkpoint and storage",
-        )
-    if settings.steady or any(each.needs_gpu for each in cells):
-        why = "with jobs, weighin measures only the memory of cells on the CPU, without steady"
-        raise ConfigError(why, "leave jobs out")
-    limits = [each.ram_limit_bytes for each in cells if each.ram_limit_bytes is not None]
-    if len(limits) < len(cells):
-        why = "jobs needs a RAM limit for each cell: cells that run at once could take each other's memory"
-        raise ConfigError(why, "add --ram, or leave jobs out")
-    needed, (_, free) = sum(sorted(limits)[-jobs:]), cgroup.ram_bytes(task.isolation.name)
-    if needed > free:
-        raise ConfigError(
-            f"jobs={jobs}: the RAM limits of {jobs} cells are {format_bytes(needed)} together,"
-            f" but only {format_bytes(free)} of RAM are free",
-            "give a smaller number to jobs, or smaller limits to --ram",
-        )
+        ),
+        (
+            settings.steady or any(each.needs_gpu for each in cells),
+            "with jobs, weighin measures only the memory of cells on the CPU, without steady",
+        ),
+        (
+            not all(limits),
+            "jobs needs --ram: cells that run at once could take each other's memory",
+        ),
+        (
+            needed > free,
+            f"jobs={jobs}: {together}, but only {format_bytes(free)} of RAM are free",
+        ),
+    ):
+        if is_refused:
+            raise ConfigError(why, "leave jobs out, or change what it names")

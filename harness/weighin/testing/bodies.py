@@ -30,16 +30,13 @@ METRICS: Final = {
     "cgroup": ("cgroup_bytes", "cgroup_bytes", ": needs the isolation cgroup"),
     "cuda": ("cuda_allocated_bytes", "cuda_allocated_bytes", ': needs device="cuda"'),
 }
-"""Maps a metric to its fields in ``Peaks`` and in ``Memory``, and to what it needs. All but ``anon`` are
-high-water marks.
-"""
-PATIENCE_S: Final = 600.0
-"""How many seconds a load waits for other runs to end; xdist runs tests in parallel."""
+"""The fields of a metric in ``Peaks`` and in ``Memory``, and what it needs."""
+_PATIENCE_S: Final = 600.0  # for other runs to end: xdist runs tests in parallel
 _OF_LOADS: Final = frozenset({
     "device", "dtype", "cache", "format", "checkpoint", "kwargs", "trust_remote_code", "variant",
     "model_class", "revision",
 })  # fmt: skip
-_HEADS: Final = ("phase", "time", "peak RSS", "anonymous at end", "cgroup peak", "CUDA peak")
+_ROW: Final = "{:20}  {:>8}  {:>12}  {:>16}  {:>12}  {:>12}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +51,18 @@ class Limit:
 
 
 class NotOk(Result):
-    """A ``Result`` of a failed measurement: to read its peaks raises AssertionError, because they do not show how
-    much memory a load needs.
-    """
+    """The result of what did not end ok: reading its peaks, which are incomplete, raises AssertionError."""
 
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("peaks", "above_import_bytes", "use_phases"):
             __tracebackhide__ = True
-            end = f"{self.outcome}: {self.message}" if self.message else self.outcome
-            raise AssertionError(
-                f"{name} cannot be read, because {self.cell.strategy} did not end ok: {end}\nthe"
-                " peaks of such a load are incomplete: if the outcome is intended, assert"
-                ' run.outcome == "..." and read no peaks'
-            )
+            what = f"{self.cell.strategy} did not end ok: {self.outcome}: {self.message}"
+            raise AssertionError(f"{name} cannot be read, because {what}")
         return super().__getattribute__(name)
 
     def __repr__(self) -> str:
-        """Return what pytest prints when an assertion on the outcome fails."""
         return f"<result of {self.cell.strategy}: {self.outcome}>"
 
 
@@ -101,8 +91,7 @@ def measured(
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{name} cannot be called in another process: {error}",
-                "measure a function that is defined at the top of a module, and give it arguments"
-                " that can be pickled, because weighin sends both to another process",
+                "measure a function at the top of a module, with arguments that can be pickled",
             ) from None
         return _run(Body(str(path)), name, limit, isolation)
 
@@ -124,7 +113,7 @@ def _load(
     suite |= {name: value for name, value in options.items() if value}
     task, _ = plans.start(check_suite(suite), folder / "run")
     try:
-        (result,) = runner.run(replace(task, patience_s=PATIENCE_S), Progress())
+        (result,) = runner.run(replace(task, patience_s=_PATIENCE_S), Progress())
     except Interrupted:
         raise KeyboardInterrupt from None
     if result.outcome is Outcome.MEASUREMENT_FAILED:
@@ -159,7 +148,7 @@ def run_item(item: pytest.Item, limit: Limit) -> list[pytest.TestReport]:
         if isinstance(report.longrepr, list):  # JSON made a list of a skip's tuple
             report.longrepr = tuple(report.longrepr)
         if report.failed:
-            report.sections += _sections(result)
+            report.sections.append(section(result))
         elif report.when == "call" and report.passed:
             is_killed = result.outcome is Outcome.CHILD_KILLED
             if why := ended if is_killed else excess(result, limit, allowed):
@@ -206,44 +195,32 @@ def excess(result: Result, limit: Limit, allowed: int) -> str:
     peak, start = getattr(result.peaks, of_peak), getattr(result.baseline, of_start, 0)
     if peak is None or start is None:
         return f"{limit.metric} was not measured under the isolation {result.cell.isolation}{needs}"
-    # rss and anon leave out the memory of a test's child processes, which weighin samples.
-    of_one = limit.metric in ("rss", "anon")
-    held = (of_one and result.peaks.others_private_sampled_bytes) or 0
+    is_one, others = limit.metric in ("rss", "anon"), ""  # they leave out child processes
+    held = (is_one and result.peaks.others_private_sampled_bytes) or 0
     if (growth := peak - start) + held <= allowed:
         return ""
+    if held:
+        others = f", and its child processes had {format_bytes(held)} of private memory (sampled)"
     kind = "sampled" if limit.metric == "anon" else "exact"
-    text = f"{limit.metric} ({kind}) grew by {format_bytes(growth)} during the test's body"
-    if growth > allowed:
-        return f"{text}, more than its limit of {format_bytes(allowed)}"
-    children = f"its child processes had {format_bytes(held)} of private memory (sampled)"
-    return f"{text}, and {children}: together more than the limit of {format_bytes(allowed)}"
+    text = f"{limit.metric} ({kind}) grew by {format_bytes(growth)} during the test's body{others}"
+    return f"{text}, more than its limit of {format_bytes(allowed)}"
 
 
-def phase_table(result: Result) -> str:
-    """Return a table of the phases; an error message and the RSS at the start follow, if any."""
-    rows: list[tuple[str, ...]] = [_HEADS]
+def section(result: Result) -> tuple[str, str]:
+    """Return a table of a result's phases, as a section of a test's report."""
+    heads = ("phase", "time", "peak RSS", "anonymous at end", "cgroup peak", "CUDA peak")
+    lines = [_ROW.format(*heads)]
     for phase in result.phases:
         peaks = phase.peak_cgroup_bytes, phase.peak_cuda_allocated_bytes
         sizes = phase.peak_rss_bytes, phase.end.anon_bytes, *peaks
         texts = ("-" if size is None else format_bytes(size) for size in sizes)
-        rows.append((phase.name, format_seconds(phase.end_ns - phase.start_ns), *texts))
-    columns = [each for each in zip(*rows, strict=True) if {*each[1:]} - {"-"}]
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
+        lines.append(_ROW.format(phase.name, format_seconds(phase.end_ns - phase.start_ns), *texts))
     if result.message:
         lines.append(f"{result.outcome}: {result.message}")
     if result.baseline:
         lines.append(f"RSS at the start: {format_bytes(result.baseline.rss_bytes)}")
-    return "\n".join(lines)
-
-
-def _sections(result: Result) -> list[tuple[str, str]]:
-    phases = tuple(phase for phase in result.phases if phase.name != "import")
-    title = f"weighin: phases under {result.cell.isolation}"
-    return [(title, phase_table(replace(result, phases=phases)))]
+    cell = result.cell
+    return f"weighin: {cell.strategy} {result.outcome} under {cell.isolation}", "\n".join(lines)
 
 
 def _failed(item: pytest.Item, message: str, result: Result | None = None) -> pytest.TestReport:
@@ -254,6 +231,6 @@ def _failed(item: pytest.Item, message: str, result: Result | None = None) -> py
         outcome="failed",
         longrepr=message,
         when="call",
-        sections=_sections(result) if result else (),
+        sections=[section(result)] if result else (),
         duration=result.cost.wall_ns / 1e9 if result and result.cost else 0.0,
     )

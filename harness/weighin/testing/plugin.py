@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MARKER = "limit_peak"
 
 MEASURED = pytest.StashKey[list["Result"]]()
-"""The results that a test has measured. If the test fails, its report shows their phases."""
+"""What a test has measured: if the test fails, its report shows the phases."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,17 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
         " and fail if its memory grows by more than size;"
         " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel enforces",
     )
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if size := session.config.getini(MARKER):
-        from weighin.errors import HarnessError
-        from weighin.units import parse_bytes
-
-        try:
-            parse_bytes(size)
-        except HarnessError as error:
-            raise pytest.UsageError(f"the ini option {MARKER}: {error}") from None
 
 
 class Weighin:
@@ -150,9 +139,7 @@ def pytest_runtest_makereport(
     """Add a table of the phases of each measurement to the report of a failed test."""
     report = yield
     if report.failed and (results := item.stash.get(MEASURED, [])):
-        from weighin.testing.bodies import phase_table
+        from weighin.testing.bodies import section
 
-        report.sections += [
-            (f"weighin: {one.cell.strategy} {one.outcome}", phase_table(one)) for one in results
-        ]
+        report.sections += map(section, results)
     return report
