@@ -1,7 +1,4 @@
-"""Print results on standard output, and notes and errors on standard error.
-
-Only functions that print a table or a progress bar import rich, so that ``weighin list`` stays fast.
-"""
+"""Print results on standard output, notes and errors on standard error; import rich only for tables."""
 
 import json
 import os
@@ -37,10 +34,7 @@ def console(*, stderr: bool = True) -> "Console":
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show ``text`` beside a spinner until the ``with`` block ends, if standard error is a terminal.
-
-    The block gets a function that replaces the text.
-    """
+    """Show ``text`` beside a spinner in the block, which gets a function that replaces the text."""
     from rich.markup import escape
 
     with console().status(escape(text)) as status:
@@ -107,11 +101,7 @@ def files(paths: Iterable[Path], target: str | None) -> None:
 
 
 def write(target: str | Path, text: str) -> None:
-    """Write a text to a file, or to standard output if ``target`` is "-".
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a text to a file, or to standard output if ``target`` is "-"."""
     if target == STDOUT:
         click.echo(text, nl=False)
         return

@@ -25,10 +25,7 @@ _NOTES_DEFAULT: Final = ("inspect", "predict", "recommend")
 
 
 def settings(verb: str, **usual: str) -> list[click.Parameter]:
-    """Return every setting that is an option of ``verb``, and ``--set``.
-
-    ``usual`` are defaults of the verb, which the help shows in place of the settings' own.
-    """
+    """Return the options of ``verb``; ``usual`` are its own defaults, for the help."""
     from weighin.settings import definition
 
     found: list[click.Parameter] = []
@@ -246,10 +243,7 @@ def pairs(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def assigned(context: click.Context) -> dict[str, Any]:
-    """Return the settings of --set: ``seed=3``, ``kwargs.width=64``, ``ram=[8g, none]``.
-
-    A value that begins with a bracket, and an argument of a model's builder, are YAML.
-    """
+    """Return the settings of --set: ``seed=3``, or YAML after a bracket and in ``kwargs.width=64``."""
     found: dict[str, Any] = {}
     for name, text in pairs("--set", context.params.get("assigned", ())):
         key, dot, inner = name.partition(".")

@@ -1,6 +1,4 @@
-"""Show a run's progress: the current measurement (cell), the elapsed time, and how many of the
-run's cells are finished.
-"""
+"""Show a run's progress: the current cell, the elapsed time, and how many are finished."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +20,7 @@ _STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
 
 @contextmanager
 def progress(console: Console, cells: int | None) -> Iterator[Progress]:
-    """Show a run's progress until the ``with`` block ends, and print a line for each finished cell.
-
-    ``cells`` is the number of cells in the run; None for a search, which does not know this number
-    before its end.
-    """
+    """Show a run's progress, and a line for each finished cell; a search has no number of ``cells``."""
     with Bar(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),

@@ -147,9 +147,7 @@ def _default(option: click.Option, value: object, folder: Path, place: str) -> o
 
 
 def _located(value: Any, name: str, folder: Path, *, is_path: bool = False) -> Any:
-    """Return a path of the file, or each of a list, relative to the current folder; another value as
-    it is. Without ``is_path``, the name of the option or key decides.
-    """
+    """Return a path of the file, or each of a list, relative to the current folder; else the value."""
     if isinstance(value, list):
         return [_located(each, name, folder, is_path=is_path) for each in value]
     if not isinstance(value, str) or folder == Path():

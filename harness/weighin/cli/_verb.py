@@ -1,6 +1,4 @@
-"""Define the classes of the verbs (subcommands): their parameters, one line of text each, and their help,
-which breaks no word.
-"""
+"""The classes of verbs, with one line of text for each parameter, and a help that breaks no word."""
 
 import shutil
 import textwrap
@@ -31,9 +29,7 @@ _LONGEST_BESIDE: Final = 30
 
 
 class Option(click.Option):
-    """An option in one of the groups of a verb's help. ``key`` is the setting that it sets,
-    "command.KEY" for a key of a command, or empty.
-    """
+    """An option in a group of a verb's help; ``key`` is the setting (or "command.KEY") that it sets."""
 
     def __init__(
         self, names: Sequence[str], group: str, text: str, key: str = "", **more: Any
@@ -76,10 +72,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def definitions(rows: Sequence[tuple[str, str]], width: int, indent: int = 2) -> Iterator[str]:
-    """Yield lines of at most ``width`` columns for (term, definition) pairs.
-
-    A definition begins in the line of its term, or in the next line if the term is too long.
-    """
+    """Yield lines of (term, definition) pairs; after a long term, the definition has its own line."""
     longest = max((len(term) for term, _ in rows), default=0)
     limit = _LONGEST_BESIDE if width >= _BESIDE_WIDTH else width // 4
     column = indent + min(longest, limit) + 2
@@ -120,9 +113,7 @@ class _Context(click.Context):
 
 
 class Verb(click.Command):
-    """A verb of ``weighin``. ``examples`` has commands by what they do; with ``codes``, the help also
-    lists the exit codes of weighin.
-    """
+    """A verb of ``weighin``; ``examples`` are commands by what they do, ``codes`` shows exit codes."""
 
     context_class = _Context
 

@@ -1,6 +1,4 @@
-"""``weighin inspect``, ``convert`` and ``cache``: look into checkpoints, write them, and list or delete
-those that weighin generated.
-"""
+"""``weighin inspect``, ``convert`` and ``cache``: look into, write, list and delete checkpoints."""
 
 import sys
 from collections.abc import Sequence

@@ -60,9 +60,7 @@ def list_(_: click.Context, typed: dict[str, Any]) -> None:
 
 
 def _facts(entry: dict[str, Any]) -> str:
-    """Return what the JSON document says of an entry beside its summary and path; of a mapping inside of
-    another, only the name.
-    """
+    """Return what the JSON says of an entry beside its summary and path; of inner mappings, names."""
     if entry.get("works") is not None:
         return "works here" if entry["works"] else f"does not work here: {entry['why']}"
     facts = []

@@ -151,10 +151,7 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
 
 @contextmanager
 def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
-    """Yield the new run that the user typed, or the run of --resume, and what performs it.
-
-    A search for floors runs on this machine alone, and ``weighin.run.runner`` performs it.
-    """
+    """Yield the new run that the user typed, or that of --resume, and what performs it."""
     from weighin.fleet import driver
     from weighin.plan import start
 
@@ -280,9 +277,7 @@ def _end(context: click.Context, results: "Sequence[Result]") -> None:
 
 
 def exit_code_of(results: "Sequence[Result]") -> int:
-    """Return a run's exit code: 5 if an outcome is in ``BROKEN``, else 4 if a measurement could not
-    be made, else 0.
-    """
+    """Return 5 if an outcome is in ``BROKEN``, else 4 if a measurement could not be made, else 0."""
     from weighin.result import BROKEN, Outcome
 
     outcomes = {result.outcome for result in results}

@@ -49,9 +49,7 @@ def report(_: click.Context, typed: dict[str, Any]) -> None:
 
 
 def show_run(run: Path, records: "Records", json: str | None, formats: Sequence[str] = ()) -> None:
-    """Print a run's table, and write the run's report in ``formats``, or in the default formats if
-    ``formats`` is empty.
-    """
+    """Print a run's table, and write its report in ``formats``, or else the default ones."""
     with _console.working("computing the table"):
         from weighin.records.run import Measured
         from weighin.show.report import as_json, terminal
@@ -193,10 +191,7 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
 def _repairs(
     result: "GateResult", measured: "Group", baseline: Path | None, *, partial: bool
 ) -> list[str]:
-    """Return a note on how the user can accept the failed comparisons, or no note.
-
-    For wrong weights or a failed strategy, the note says that nothing can accept them.
-    """
+    """Return a note on how to accept the failed comparisons, or that nothing accepts them."""
     from weighin.gate.rules import suggest
     from weighin.result import BROKEN
 

@@ -1,4 +1,1 @@
-"""Judge a run against a file of accepted figures and against budgets, and compare several runs.
-
-Of a run's folder, the package weighin.gate reads only the records and the plan.
-"""
+"""Judge a run by accepted figures and budgets, and compare runs, from records and plans alone."""

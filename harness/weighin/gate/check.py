@@ -50,9 +50,7 @@ FAILING: Final = _ORDER[: _ORDER.index(LineVerdict.CHANGED)]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The change of one figure in one phase; ``was`` is None if the baseline file lacks the phase: then
-    ``step`` is ``now`` itself for a time, and what it has above the baseline's highest phase for a size.
-    """
+    """A figure's change in a phase; without ``was``, by ``step`` above the baseline's highest phase."""
 
     phase: str
     was: int | None
@@ -120,9 +118,7 @@ class GateResult:
 
 @dataclass(frozen=True)
 class Group:
-    """Results that are judged together: repeats of a series in different runs count as one series.
-    ``incomplete`` are the runs that lack records of planned cells.
-    """
+    """Results that are judged together; repeats of a series in several runs are one series."""
 
     name: str
     runs: Sequence[Records]

@@ -151,9 +151,7 @@ def _split(runs: Sequence[Group], by: str) -> list[Group]:
 def _rows(
     name: str, series: Sequence[Series | None], metrics: Sequence[Metric]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for the outcomes unless all are ok, and one for each metric: the ``texts`` of all groups,
-    and how the figure of each later group ``compared`` with that of the first.
-    """
+    """Yield a row for outcomes, unless all are ok, and for each metric, ``compared`` with the first."""
 
     def row(
         title: str, texts: Sequence[str | None], compared: Sequence[dict[str, Any] | None]
@@ -210,10 +208,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def history(folder: Path, metric: str, words: Sequence[str] = ()) -> Found:
-    """Return a metric over every run below ``folder``, of the series whose names have all ``words``.
-
-    Runs below a folder "published" are left out, unless ``folder`` itself is or lies in it.
-    """
+    """Return a metric over every run below ``folder``, but for "published", of series with ``words``."""
     chosen, repair = named(metric), "name a folder that contains runs, such as results"
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", repair)
@@ -273,10 +268,7 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> Found:
 
 
 def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, Any]:
-    """Return one series in the runs that measured it, with the changes of its level and outcome.
-
-    A metric with noise must stay off its level in the next run, too.
-    """
+    """Return a series in the runs that measured it; a step of a noisy metric must stay in the next."""
     points: list[dict[str, Any]] = []
     for run in runs:
         one = run.series.get(name)

@@ -232,10 +232,7 @@ def expectation(selector: str, outcome: str, source: str = "expect") -> Expectat
 
 
 def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
-    """Return the expected outcomes that would let the failed series ``names`` pass.
-
-    A selector is the strategy's name, or the series' whole name if others of the strategy ended otherwise.
-    """
+    """Return the expected outcomes that would let the failed series ``names`` pass."""
     suggested: dict[str, Expectation] = {}
     for name in names:
         ends = series[name].failures

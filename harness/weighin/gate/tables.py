@@ -57,10 +57,7 @@ def write_markdown(result: GateResult) -> str:
 def _document(
     result: GateResult, shown: Sequence[Line], names: Mapping[str, str], common: str
 ) -> list[Table | Lines]:
-    """Return the lines ``shown``, the phases of each series' worst failure, and the notes.
-
-    ``names`` and ``common`` are of ``short_names``, for all series of the text.
-    """
+    """Return the lines ``shown``, the phases of each series' worst failure, and the notes."""
     figures = [line for line in shown if line.metric]
     failing, others = (
         [

@@ -83,10 +83,7 @@ def main() -> None:
 
 
 def _answer(request: dict[str, Any], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the prediction for a request, or with the key "cannot" why there is none.
-
-    ``made`` keeps the checkpoint of each model and format.
-    """
+    """Return the prediction, or with the key "cannot" why there is none; ``made`` are checkpoints."""
     if request.get("checks") and "error" in (checked := _in_fork(_check, request)):
         return {"misfit": checked["error"]}
     key = f"{request['cell']['model']}{request['cell']['format']}"

@@ -109,10 +109,7 @@ class HeapPages:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A part of a heap, or of a segment (one reservation) of GPU memory, with links to its neighbours.
-
-    ``in_heap`` is False for a mapping of its own, and ``small`` tells the pool of a segment.
-    """
+    """A part of a heap, of a mapping (not ``in_heap``), or of a GPU segment, with its neighbours."""
 
     address: int
     size: int

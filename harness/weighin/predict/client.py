@@ -97,11 +97,7 @@ def predict(
 
 @contextmanager
 def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield the path of a checkpoint as weighin generates it for a model, but without values.
-
-    Raises:
-        ConfigError: the model cannot be built.
-    """
+    """Yield the path of a checkpoint as weighin generates it for a model, but without values."""
     with _process(python_path) as (ask, folder):
         made = ask(Cell(model, "baseline", "process"), str(folder))
         if cannot := made.get("cannot"):

@@ -90,10 +90,7 @@ def _kind(func: Any) -> str:
 
 
 class Operations(TorchDispatchMode):
-    """Runs operations that only create views or allocate memory, or whose inputs are all small.
-
-    Any other operation returns results without values; the ledger records what it would read and write.
-    """
+    """Runs what creates views, allocates, or has small inputs; other results have no values."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -192,10 +189,7 @@ class Operations(TorchDispatchMode):
         return results
 
     def _shapes(self, call: Call) -> Any:
-        """Return the operation's results on the meta device.
-
-        The memory and number of modules that torch imports here, and a real load not, do not count.
-        """
+        """Return the results on the meta device; what torch imports for it does not count."""
         before, modules = anon_bytes(), len(sys.modules)
         try:
             given = (call.args, call.kwargs)

@@ -110,10 +110,7 @@ class Ledger:
     # -- storages
 
     def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> MemoryBlock:
-        """Return the block of a tensor's storage; register a storage that has none.
-
-        ``allocated`` means that torch's own allocator has just created the storage.
-        """
+        """Return the block of a storage; register a new one, ``allocated`` by torch just now or not."""
         storage = tensor.untyped_storage()
         block: MemoryBlock | None = getattr(storage, _ATTRIBUTE, None)
         return block or self._register(storage, allocated)

@@ -47,10 +47,7 @@ def declared(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
-    """In a strategy's globals ``names``, patch safetensors' functions that read a file in Rust.
-
-    The strategy must import safetensors itself, because the import's memory is part of the load.
-    """
+    """In a strategy's globals, patch safetensors' functions that read a file in Rust."""
     module = sys.modules.get("safetensors.torch")
     if module is None:
         yield
@@ -330,11 +327,7 @@ def pretended(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _deserialized() -> Iterator[None]:
-    """Simulate ``torch.load(map_location="cuda")``.
-
-    For a load onto the GPU, torch reads each storage into CPU memory, copies the storage to the
-    GPU, and frees the CPU memory.
-    """
+    """Simulate ``torch.load(map_location="cuda")``, which copies and frees each CPU storage."""
 
     def move(storage: Any, location: str) -> Any:
         if not location.startswith("cuda"):

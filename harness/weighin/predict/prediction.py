@@ -149,10 +149,7 @@ class Prediction(Peaks):
 
     @property
     def floor_least_bytes(self) -> int | None:
-        """The smallest RAM limit under which load and use should work in at least some processes.
-
-        Without ``in_flight_bytes``: the kernel may read ahead less when memory is short.
-        """
+        """The RAM limit that should suffice in some processes; the kernel may read ahead less then."""
         if self.floor_bytes is None:
             return None
         least, most = self.host_anon_least_bytes or 0, self.host_anon_most_bytes or 0

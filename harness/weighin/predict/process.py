@@ -93,9 +93,7 @@ PRELOADED: Final = Preloaded()
 
 
 def gpu_bytes() -> tuple[int, int]:
-    """Create a CUDA context, and load the kernels that read a model; return their anonymous bytes, which are
-    0 if this machine has no GPU.
-    """
+    """Create a CUDA context, load the kernels that read a model; return their anonymous bytes."""
     context_bytes = kernels_bytes = 0
     if torch.cuda.is_available():
         before = anon_bytes()

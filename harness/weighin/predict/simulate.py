@@ -1,6 +1,4 @@
-"""Make a checkpoint without values, and run a strategy on it, from the strategy's import until every tensor
-was read once. A use of the loaded model, such as a training step, may follow.
-"""
+"""Make a checkpoint without values, run a strategy on it, touch every tensor, and use the model."""
 
 import sys
 import tempfile
@@ -201,10 +199,7 @@ def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
 def _ready(
     ledger: Ledger, model: torch.nn.Module, cell: Cell, read_ahead_bytes: int, kernels_bytes: int
 ) -> Prediction:
-    """Read every tensor of the loaded model, and return the prediction of the load.
-
-    The RAM floor includes the file pages that the disk is reading: they cannot be reclaimed.
-    """
+    """Read every tensor, and return the prediction; the floor includes pages that are being read."""
     tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}.values()
     with ledger.phase("touch"):
         for tensor in tensors:
@@ -248,11 +243,7 @@ def _floor(most_bytes: int, in_flight_bytes: int) -> int:
 
 
 def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
-    """Read real tensors as a measured process reads its model, to measure the memory of reading.
-
-    Each thread reads one tensor. A part of a large tensor suffices, because reading the whole tensor
-    needs no more memory.
-    """
+    """Read a part of real tensors, one a thread, as a measured process reads its model."""
     before, other = anon_bytes(), ledger.other_anon_bytes
     largest = nlargest(torch.get_num_threads(), (min(size, _TOUCHED_BYTES) for size in sizes))
     tensors = {f"{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(largest)}
@@ -264,10 +255,7 @@ def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
 
 
 def _multiply(model: torch.nn.Module) -> None:
-    """Multiply real matrices like a forward pass, so that the math library allocates buffers.
-
-    The library allocates buffers for each thread, of a fixed size for large matrices.
-    """
+    """Multiply real matrices, so that the math library allocates its buffers for each thread."""
     shapes = {
         (min(rows, _PART), min(columns, _PART), weight.dtype)
         for weight in model.parameters()

@@ -78,10 +78,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PriorKnowledge:
-    """What is known of all strategies, whatever the memory limits: predictions and earlier runs.
-
-    ``left_out`` has a text for each run whose records cannot be read.
-    """
+    """What is known whatever the limits: predictions, earlier runs, and texts on unreadable ones."""
 
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]
