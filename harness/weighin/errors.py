@@ -1,19 +1,5 @@
-"""Define the exceptions that stop weighin, and explain its exit codes. A measurement (cell) that fails
-raises no error of this module: its record gets an ``Outcome``. An ``OSError`` becomes a HarnessError
-(``explain``).
-
-::
-
-    HarnessError              message (the cause), repair (what the user can do)          exit 2
-     x ConfigError            a model, suite, option (``option``) or command line is invalid
-        - FormatLimit         a checkpoint format cannot hold a model; other formats can
-        - UnknownName         a name is unknown; the repair suggests a similar name
-     x IsolationUnavailable   this machine cannot run cells in this isolation             exit 3
-     x CheckpointError        a checkpoint is damaged or of an unsupported kind; names the fault
-     x RecordError            a run's folder or records cannot be read, written or used
-     x StillRunning           a process has not ended after SIGKILL                       exit 4
-     x NoNodeLeft             no machine of a cluster can run the remaining cells         exit 4
-     x Interrupted            Ctrl-C, SIGTERM, SIGHUP, raised when all is cleaned up      exit 130
+"""Define the exceptions that stop weighin, with the cause and what the user can do, and explain its exit codes. A
+measurement (cell) that fails raises none of them: its record gets an ``Outcome``.
 """
 
 import errno
@@ -37,17 +23,16 @@ MEANINGS: Final = {
 EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEANINGS.items())}."
 
 _ROOM = "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk"
-_FILES = "allow more open files: ulimit -n 4096"
 _REPAIRS = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
-    errno.EMFILE: _FILES,
-    errno.ENFILE: _FILES,
-    errno.ENOMEM: "free memory: end other programs, or run fewer measurements at once",
+    errno.EMFILE: "allow more open files: ulimit -n 4096",
 }
 
 
 class HarnessError(Exception):
+    """What stops weighin: the ``message`` names the cause, the ``repair`` what the user can do."""
+
     exit_code = 2
 
     def __init__(self, message: str, repair: str = "", *, exit_code: int | None = None) -> None:
@@ -59,16 +44,15 @@ class HarnessError(Exception):
         return f"{self.message}\n{self.repair}" if self.repair else self.message
 
 
-class ConfigError(HarnessError):
-    def __init__(self, message: str, repair: str = "", *, option: str = "") -> None:
-        super().__init__(message, repair)
-        self.option = option
+class ConfigError(HarnessError): ...  # a model, suite, option or command line is invalid
 
 
-class FormatLimit(ConfigError): ...
+class FormatLimit(ConfigError): ...  # a checkpoint format cannot hold a model; other formats can
 
 
 class UnknownName(ConfigError):
+    """A name is unknown; the repair suggests a similar name."""
+
     def __init__(self, kind: str, name: str, known: Iterable[str], repair: str = "") -> None:
         from difflib import get_close_matches  # imported here to save a worker's memory
 
@@ -84,10 +68,10 @@ class IsolationUnavailable(HarnessError):
     exit_code = 3
 
 
-class CheckpointError(HarnessError): ...
+class CheckpointError(HarnessError): ...  # a checkpoint is damaged or of an unsupported kind
 
 
-class RecordError(HarnessError): ...
+class RecordError(HarnessError): ...  # a run's folder or records cannot be read, written or used
 
 
 class StillRunning(HarnessError):
@@ -99,10 +83,6 @@ class StillRunning(HarnessError):
             "the process waits in the kernel, for example for a disk or a network share that does not"
             " answer: repair the disk or share, or restart the machine",
         )
-
-
-class NoNodeLeft(HarnessError):
-    exit_code = 4
 
 
 class Interrupted(HarnessError):
@@ -117,17 +97,15 @@ def extra(name: str, purpose: str) -> Iterator[None]:
     except ImportError as error:
         from weighin import install  # imported here to save a worker's memory
 
-        fault = f"a Python package that cannot be imported: {error}"
-        if isinstance(error, ModuleNotFoundError):
-            fault = f"the Python package {error.name}, which is not installed"
-        raise ConfigError(f"{purpose} needs {fault}", install.command(name)) from None
+        package = error.name or "that fails here"
+        fault = f"{purpose} needs the Python package {package}: {error}"
+        raise ConfigError(fault, install.command(name)) from None
 
 
 def explain(error: OSError) -> HarnessError:
     from shlex import quote  # imported here to save a worker's memory
 
-    reason = error.strerror or str(error) or type(error).__name__
-    path = error.filename
+    reason, path = error.strerror or str(error) or type(error).__name__, error.filename
     place = os.fsdecode(path) if isinstance(path, str | bytes) else ""
     message = f"{place}: {reason}" if place else f"the operating system refused: {reason}"
     usual = "run weighin doctor to see what works on this machine"

@@ -13,7 +13,7 @@ import pytest
 from factories import make_cell, make_result
 
 from weighin.cell import Cell
-from weighin.errors import HarnessError, NoNodeLeft, RecordError
+from weighin.errors import HarnessError, RecordError
 from weighin.fleet import driver as drivers
 from weighin.fleet import node as fleet_node
 from weighin.fleet.driver import Driver
@@ -138,7 +138,7 @@ def test_a_node_that_is_short_of_ram_at_the_start_begins_no_cell(tmp_path: Path)
 
 def test_nodes_that_are_short_again_and_again_end_the_run(tmp_path: Path) -> None:
     crew = Crew(lambda *_: SHORT, SMALL)
-    with pytest.raises(NoNodeLeft, match=r"small has 1\.000 GiB free, less than --ram 4GiB"):
+    with pytest.raises(HarnessError, match=r"small has 1\.000 GiB free, less than --ram 4GiB"):
         run(tmp_path, crew, cells(4 * GIB))
 
 
@@ -166,7 +166,7 @@ def test_a_cell_for_a_gpu_ends_the_run_if_only_nodes_without_one_are_left(tmp_pa
         return measured(node, cell)
 
     crew = Crew(answer, LARGE)
-    with pytest.raises(NoNodeLeft, match=r"[23] cells cannot run: small has no cuda"):
+    with pytest.raises(HarnessError, match=r"[23] cells cannot run: small has no cuda"):
         run(tmp_path, crew, cells(None, None, None, device="cuda"))
 
 
@@ -174,7 +174,7 @@ def test_a_node_whose_gpu_fails_goes_on_with_other_cells(tmp_path: Path) -> None
     def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return SHORT if cell["device"] == "cuda" else measured(node, cell)
 
-    with pytest.raises(NoNodeLeft, match="1 cell cannot run: large has no cuda"):
+    with pytest.raises(HarnessError, match="1 cell cannot run: large has no cuda"):
         run(tmp_path, Crew(answer, LARGE), [*cells(None, device="cuda"), *cells(None, None)])
     assert len(run_folder.read(tmp_path).results) == 2
 
@@ -256,7 +256,7 @@ def test_a_use_on_a_gpu_is_skipped_if_no_node_has_one() -> None:
 
 
 def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:
-    with pytest.raises(NoNodeLeft) as caught:
+    with pytest.raises(HarnessError) as caught:
         run(tmp_path, Crew(measured, SMALL, replace(SMALL, id="t", name="tiny", ram_bytes=GIB)), cells(7 * GIB))  # fmt: skip
     assert str(caught.value) == (
         "1 cell cannot run: --ram 7GiB is more than tiny has (1.000 GiB); small has 6.000 GiB free,"
@@ -287,7 +287,9 @@ def test_a_node_that_cannot_go_on_gets_no_further_cell(tmp_path: Path) -> None:
     task = run(tmp_path, crew, cells(*[None] * 5), Progress(preparing=lambda text, _: said.append(text)))  # fmt: skip
     assert recorded(task) == [(number, "l") for number in range(5)]
     assert set(said) == {"no further cell for small: the disk is full"}
-    with pytest.raises(NoNodeLeft, match="1 cell cannot run, no node is left: small: the disk is"):
+    with pytest.raises(
+        HarnessError, match="1 cell cannot run, no node is left: small: the disk is"
+    ):
         run(tmp_path / "alone", Crew(answer, SMALL), cells(None))
 
 
@@ -349,7 +351,9 @@ def test_a_record_counts_although_another_cell_failed_at_the_same_time(
         return measured(node, cell) if cell["repeat"] % 2 else {"error": error}
 
     monkeypatch.setattr(drivers, "wait", all_done)
-    with pytest.raises(NoNodeLeft, match="3 cells cannot run, no node is left: small: the disk is"):
+    with pytest.raises(
+        HarnessError, match="3 cells cannot run, no node is left: small: the disk is"
+    ):
         run(tmp_path, Crew(answer, SMALL), cells(None, GIB, 2 * GIB, 3 * GIB, 4 * GIB))
     assert sorted(each.cell.repeat for each in run_folder.read(tmp_path).results) == [1, 3]
 
@@ -373,7 +377,9 @@ def test_the_cells_that_run_at_once_are_not_stopped_by_the_error_of_one(tmp_path
             return answer
 
     crew = Slow(lambda n, c: measured(n, c) if c["repeat"] else {"error": error}, SMALL)
-    with pytest.raises(NoNodeLeft, match="2 cells cannot run, no node is left: small: the disk is"):
+    with pytest.raises(
+        HarnessError, match="2 cells cannot run, no node is left: small: the disk is"
+    ):
         run(tmp_path, crew, cells(*[None] * 3))
     assert [each.cell.repeat for each in run_folder.read(tmp_path).results] == [1]
 
@@ -390,7 +396,7 @@ def test_a_cell_waits_for_no_node_if_all_that_could_run_it_are_lost(
             raise HarnessError("stopped")
 
     with pytest.raises(
-        NoNodeLeft,
+        HarnessError,
         match="2 cells cannot run, no node is left: large: the node was lost\nadd a node",
     ):
         run(tmp_path, Dying(measured, LARGE), cells(None, None))

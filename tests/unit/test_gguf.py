@@ -280,8 +280,8 @@ def test_without_the_package_the_command_to_install_it_is_named(
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError) as caught:
         read(path, "weight")
-    assert caught.value.message == (
-        "reading 'weight', which is quantised to Q8_0, needs the Python package gguf, which is not installed"
+    assert caught.value.message.startswith(
+        "reading 'weight', which is quantised to Q8_0, needs the Python package gguf: "
     )
     assert caught.value.repair == install.command("gguf")
 

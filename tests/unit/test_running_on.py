@@ -247,11 +247,6 @@ def test_what_stops_a_run_that_has_records_says_how_to_go_on(
             "allow more open files: ulimit -n 4096",
         ),
         (
-            OSError(errno.ENOMEM, "Cannot allocate memory"),
-            "the operating system refused: Cannot allocate memory\n"
-            "free memory: end other programs, or run fewer measurements at once",
-        ),
-        (
             OSError("odd"),
             "the operating system refused: odd\nrun weighin doctor to see what works on this machine",
         ),

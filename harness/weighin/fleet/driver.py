@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin import child_process
 from weighin.cell import Cell
 from weighin.checkpoint import staging
-from weighin.errors import ConfigError, HarnessError, NoNodeLeft, RecordError, UnknownName
+from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
 from weighin.files import no_link
 from weighin.fleet import node
 from weighin.isolation import cgroup
@@ -91,7 +91,7 @@ class Driver:
         self._crew, self._task, self._progress = crew, task, progress
         self._names = self._alive = {n.id: n.name for n in nodes}
         unable = [n.id for n in nodes if n.isolations[task.isolation.name]]
-        none_can = NoNodeLeft(f"none can use {task.isolation.name}")
+        none_can = HarnessError(f"none can use {task.isolation.name}", exit_code=4)
         self._left_out: dict[str, HarnessError] = dict.fromkeys(unable, none_can)
         self._waiting = {Demand.of(each.cell): deque[Planned]() for each in task.planned}
         # Why nodes cannot run cells of a demand: never, or with what they had free at the last cell.
@@ -221,11 +221,12 @@ class Driver:
         if not (nodes := self._alive.keys() - self._left_out.keys()):
             last = [*self._left_out.values()][-1]
             message = f"{waiting}, no node is left: {last.message}"
-            return NoNodeLeft(message, last.repair, exit_code=last.exit_code)
+            return HarnessError(message, last.repair, exit_code=last.exit_code)
         demand = next(demand for demand, cells in self._waiting.items() if cells)
         short, no_gpu = self._short[demand], f"has no {demand.device}"
         reasons = "; ".join(sorted(short.get(n, f"{self._names[n]} {no_gpu}") for n in nodes))
-        return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
+        repair = "free memory on a node, or add a node"
+        return HarnessError(f"{waiting}: {reasons}", repair, exit_code=4)
 
     def _record(self, result: Result) -> None:
         result = replace(result, environment=result.environment | self._code)

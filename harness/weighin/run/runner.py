@@ -17,15 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weighin.checkpoint import staging
-from weighin.errors import (
-    ConfigError,
-    HarnessError,
-    Interrupted,
-    IsolationUnavailable,
-    NoNodeLeft,
-    RecordError,
-    StillRunning,
-)
+from weighin.errors import ConfigError, HarnessError, Interrupted
 from weighin.files import try_lock
 from weighin.isolation import cgroup, select
 from weighin.plan import start
@@ -157,7 +149,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
             raise
         message = f"{stopped.message}; {run_folder.read_whole(task.folder).coverage}"
         raise Interrupted(message, f"resume it: {again}") from None
-    except (RecordError, IsolationUnavailable, NoNodeLeft, StillRunning) as error:
+    except HarnessError as error:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
             error.repair += f"; then resume: {again}"
         raise
