@@ -1,6 +1,4 @@
-"""Read files and JSON of other programs and users, within bounds of time and memory; write, rename and lock
-weighin's own files, so that a crash leaves the old or the new content whole.
-"""
+"""Read files and JSON of others within bounds; write files so that a crash leaves the old or the new content."""
 
 import errno
 import fcntl
@@ -19,16 +17,12 @@ _DEEP: Final = f"nested deeper than {_MOST_DEPTH} levels, or contains itself"
 
 
 def read_bytes(path: "Path", most_bytes: int = 16 * MIB, *, within: "Path | None" = None) -> bytes:
-    """Return the content of a regular file; raise OSError if it cannot be read, or is longer. A link below
-    ``within``, a folder of somebody else's above ``path``, is not followed.
-    """
+    """Return a regular file's content; OSError: it cannot be read, is longer, or a link lies below ``within``."""
     if within:
         no_link(path, within)
 
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)  # a FIFO would block
-
-    with open(path, "rb", opener=opener) as file:
+    # Without O_NONBLOCK, a FIFO would block.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = file.read(most_bytes + 1)
@@ -69,20 +63,17 @@ def object_in(path: "Path", most_bytes: int = 16 * MIB) -> dict[str, Any]:
 
 def bounded(value: Any) -> Any:
     """Return ``value``, a tree of dicts and lists; raise ValueError if it is too deep or too large."""
-    level, seen = _inside([value]), 0
+    level: list[Any] = [[value]]
+    seen = 0
     for _ in range(_MOST_DEPTH + 1):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [one for items in inside for one in items if isinstance(one, dict | list)]
+        seen += len(level)
         if not level:
             return value
-        seen += len(level)
         if seen > _MOST_VALUES:
             break
-        level = [inner for each in level for inner in _inside(each)]
     raise ValueError(_DEEP)
-
-
-def _inside(value: dict[Any, Any] | list[Any]) -> list[Any]:
-    items = value.values() if isinstance(value, dict) else value
-    return [item for item in items if isinstance(item, dict | list)]
 
 
 def _refuse(name: str) -> NoReturn:
@@ -108,20 +99,20 @@ def write_bytes(path: "Path", content: bytes, *, is_new: bool = False) -> None:
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def rename(source: "Path", target: "Path") -> None:
     """Rename a file or folder, and sync its new parent; the caller must sync the content first."""
     if source.is_dir():
-        sync_folder(source)
+        sync(source)
     source.rename(target)
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
-def sync_folder(folder: "Path") -> None:
-    """Sync a folder's list of files, because ``fsync`` of a new file does not sync this list."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: "Path") -> None:
+    """Sync a file, or a folder's list of files, because ``fsync`` of a new file does not sync this list."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -134,8 +125,3 @@ def try_lock(descriptor: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
-
-
-def drop_written(descriptor: int) -> None:
-    os.fdatasync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

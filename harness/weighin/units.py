@@ -10,8 +10,7 @@ KIB: Final = 1024
 MIB: Final = 1024**2
 GIB: Final = 1024**3
 TIB: Final = 1024**4
-LONGEST_S: Final = 24 * 24 * 3600
-"""24 days, the longest time-out: poll(2) waits for 2**31 - 1 ms at most."""
+LONGEST_S: Final = 24 * 24 * 3600  # the longest time-out: poll(2) waits for 2**31 - 1 ms at most
 _SUFFIXES: Final = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _SIZES: Final = {"": 1, "b": 1} | {
     spelling: factor
@@ -40,9 +39,8 @@ def _parse(
 
 
 def parse_bytes(text: str, *, decimal: bool = False) -> int:
-    """Return the size in ``text`` as bytes: "8g", "8GiB", "6500m", "1.5 GiB"; k, m, g and t are powers of 1024.
-    Some tools read "GB" as 1000**3 and others as 1024**3: it is an error, unless ``decimal`` (for shard
-    sizes) says that it is 1000**3.
+    """Return the size in ``text`` as bytes: "8g", "8GiB", "6500m", "1.5 GiB"; k, m, g and t are powers of 1024. "GB",
+    which tools read in two ways, is an error, unless ``decimal`` (for shard sizes) says that it is 1000**3.
     """
     if decimal:
         return _parse(text, _SIZES | _DECIMAL, "size", "byte", "20MB, 5GB, 2GiB or 4096")
@@ -64,17 +62,12 @@ def format_bytes(size: int, *, digits: int = 3) -> str:
     return f"{size} B"
 
 
-def format_exact(size: int) -> str:
+def format_exact(size: int, space: str = "") -> str:
     """Return ``size`` as a whole number of the largest unit that divides it: "6500MiB"."""
     for suffix, factor in _SUFFIXES:
         if size and size % factor == 0:
-            return f"{size // factor}{suffix}"
-    return f"{size}B"
-
-
-def format_limit(size: int) -> str:
-    """Return a memory limit for a sentence: "8 GiB", "6500 MiB"."""
-    return re.sub(r"(?<=\d)(?=[A-Z])", " ", format_exact(size))
+            return f"{size // factor}{space}{suffix}"
+    return f"{size}{space}B"
 
 
 def format_seconds(nanoseconds: int) -> str:
@@ -91,8 +84,7 @@ def parse_seconds(text: str) -> int:
 
 def format_latency(nanoseconds: int) -> str:
     """Return a latency without rounding, in ms: "5ms", "0.25ms"."""
-    milliseconds, rest = divmod(nanoseconds, 1_000_000)
-    return f"{milliseconds}.{rest:06d}".rstrip("0").rstrip(".") + "ms"
+    return f"{nanoseconds / 1_000_000:.6f}".rstrip("0").rstrip(".") + "ms"
 
 
 def parse_rate(text: str) -> int:

@@ -30,7 +30,7 @@ import msgspec
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, RecordError
-from weighin.files import no_link, parse_json, read_bytes, sync_folder, write_bytes
+from weighin.files import no_link, parse_json, read_bytes, sync, write_bytes
 from weighin.records.floor import Aim, next_cell
 from weighin.records.metrics import grouped
 from weighin.result import SCHEMA, Outcome, Result, Sample
@@ -173,7 +173,7 @@ def append(run: Path, result: Result) -> Result:
                 file.truncate(start)
                 raise
         if is_new:
-            sync_folder(run)
+            sync(run)
     return result
 
 

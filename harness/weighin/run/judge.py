@@ -15,7 +15,7 @@ from weighin.records import verdict
 from weighin.result import BROKEN, UNNAMED, Kill, Memory, Outcome, Peaks, Stopped
 from weighin.run.listener import Reported
 from weighin.text import one_line
-from weighin.units import MIB, format_bytes, format_limit, format_seconds
+from weighin.units import MIB, format_bytes, format_exact, format_seconds
 
 _LACK_OF_MEMORY = r"MemoryError|(?i:can't allocate|cannot allocate)"  # of Python, torch, the kernel
 _CRASHES = (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL)  # signals that code sends to itself
@@ -235,7 +235,9 @@ def _killed(end: Evidence) -> str:
         who = ", ".join(f"{kill.command} (pid {kill.pid})" for kill in kills[:_NAMED])
         who += f" and {number - _NAMED} more" if number > _NAMED else ""
     lived = "" if end.ended.signal == SIGKILL else "; the command's first process lived on"
-    limit = f"the command reached its RAM limit of {format_limit(end.cell.ram_limit_bytes or 0)}"
+    limit = (
+        f"the command reached its RAM limit of {format_exact(end.cell.ram_limit_bytes or 0, ' ')}"
+    )
     return f"the kernel killed {who} for lack of memory: {_other_limit(end) or limit}{lived}"
 
 

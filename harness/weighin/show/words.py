@@ -11,7 +11,7 @@ from weighin.records.run import DIMENSIONS, Measured, Row, split, values, varyin
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
 from weighin.result import NOT_DROPPED, Outcome, Result
 from weighin.text import few, markdown
-from weighin.units import format_bytes, format_limit
+from weighin.units import format_bytes, format_exact
 
 # The keys of a record's environment that a caption prints, each with the text before its value.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
@@ -175,7 +175,7 @@ def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def size(value: int | None) -> str:
-    return format_limit(int(value)) if value else "none"
+    return format_exact(int(value), " ") if value else "none"
 
 
 def limit(value: int | None) -> str:

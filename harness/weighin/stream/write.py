@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from weighin.errors import ConfigError, FormatLimit, extra
-from weighin.files import drop_written, sync_folder, write_bytes, write_text
+from weighin.files import sync, write_bytes, write_text
 from weighin.stream import folders
 from weighin.stream.folders import DCP_INDEX, INDEX_FIELDS, INDEX_NAME, INDEX_VERSION, file_name
 from weighin.stream.foreign import MOST_HEADER_BYTES
@@ -140,6 +140,11 @@ class _Values:
             descriptor = file.fileno()
             run_parallel(partial(fill, hole) for hole in holes)
             drop_written(descriptor)
+
+
+def drop_written(descriptor: int) -> None:
+    os.fdatasync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
@@ -314,7 +319,7 @@ def _write_folder(
     metadata: dict[str, Any] = {"total_size": sum(plan.nbytes for plan in _stored(tensors))}
     if list(weight_map) != names:
         metadata[ORDER] = names
-    sync_folder(target)
+    sync(target)
     index = {"metadata": metadata, "weight_map": weight_map}
     write_text(target / folders.SHARD_INDEXES[fmt][0], json.dumps(index, indent=2) + "\n")
 
