@@ -151,10 +151,10 @@ def test_a_limit_loses_no_byte_on_its_way_through_a_fraction(
     assert int(fraction * total) == limit  # as CUDACachingAllocator::setMemoryFraction computes it
 
 
-def test_a_limit_above_the_device_is_refused(allocator: Allocator) -> None:
+def test_a_limit_above_the_device_is_left_to_torch_which_refuses_it(allocator: Allocator) -> None:
     allocator.total_bytes = 4 * GIB
-    with pytest.raises(ValueError, match=r"^vram=8GiB is more than cuda:1 has \(4.000 GiB\)$"):
-        CudaMemory(DEVICE, 8 * GIB)
+    CudaMemory(DEVICE, 8 * GIB)
+    assert dict(allocator.calls)["fraction"] > 1
 
 
 def test_without_a_limit_no_fraction_is_set(allocator: Allocator) -> None:
@@ -174,27 +174,11 @@ def test_the_device_is_described_as_the_drivers_tools_name_it(allocator: Allocat
     assert CudaMemory(DEVICE).describe()["gpu_uuid"] is None
 
 
-def test_a_plain_device_needs_no_note(allocator: Allocator) -> None:
+def test_memory_on_another_gpu_is_stated(allocator: Allocator) -> None:
     memory = CudaMemory(DEVICE)
-    assert memory.notes() == []
     assert memory.notes_at_end() == []
-
-
-def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
-    memory = CudaMemory(DEVICE)
-    allocator.properties["is_integrated"] = 1
-    allocator.backend = "cudaMallocAsync"
     allocator.peaks[2] = 3 * GIB
-    assert memory.notes() == [
-        "Example 80GB has no memory of its own: CUDA memory is part of the RAM, but a RAM"
-        " limit may not apply to it",
-        "the CUDA allocator is cudaMallocAsync: requested and reserved bytes are figures of the"
-        " driver's pool, not of torch's blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF",
-    ]
-    assert memory.notes_at_end() == [
-        "the load also allocated 3.000 GiB on cuda:2, which no figure includes: all figures"
-        " are of cuda:1"
-    ]
+    assert memory.notes_at_end() == ["the load also used cuda:2, but all figures are of cuda:1"]
 
 
 def test_the_summary_is_the_allocators_own(allocator: Allocator) -> None:

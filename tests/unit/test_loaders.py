@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from weighin.cell import ModelSpec
 from weighin.suite import registry
-from weighin.worker.loading import WorkerLoad, import_strategy
+from weighin.worker.loading import Load, import_strategy
 
 READERS = [
     name
@@ -43,9 +43,9 @@ class Marks:
         return nullcontext()
 
 
-def job(checkpoint: Path, dtype: torch.dtype = torch.float32) -> WorkerLoad:
+def job(checkpoint: Path, dtype: torch.dtype = torch.float32) -> Load:
     spec = ModelSpec("Tied", "test_loaders:Tied")
-    return WorkerLoad(checkpoint, torch.device("cpu"), dtype, {}, spec, Tied, Marks())
+    return Load(checkpoint, torch.device("cpu"), dtype, {}, spec, Tied, Marks())
 
 
 @pytest.fixture(name="checkpoint")

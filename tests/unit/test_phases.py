@@ -129,11 +129,11 @@ def test_phases_do_not_nest(marks: Marks, parent: Parent) -> None:
 def test_a_phase_that_is_still_open_after_a_strategy_is_refused(marks: Marks) -> None:
     with marks.phase("read"):
         pass
-    marks.refuse_open()
+    marks.flush()
     held = marks.phase("open")
     held.__enter__()
     with pytest.raises(RuntimeError, match="phase 'open' began and never ended"):
-        marks.refuse_open()
+        marks.flush()
 
 
 def test_a_phase_that_fails_is_marked_and_the_next_may_begin(marks: Marks, parent: Parent) -> None:

@@ -31,7 +31,7 @@ from weighin.stream.construct import construct, resolve_builder
 from weighin.stream.pretrained_folder import read_folder
 from weighin.suite import registry
 from weighin.worker import loading
-from weighin.worker.loading import WorkerLoad, import_strategy
+from weighin.worker.loading import Load, import_strategy
 
 Make = Callable[[str], Path]
 
@@ -271,7 +271,7 @@ def test_the_load_is_measured_and_verified(
     )
     assert manifest.keys == f"quantised with {LAYOUTS[name].method}"
     cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
-    load = WorkerLoad(checkpoint, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
+    load = Load(checkpoint, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
     tensors = loading.named_tensors(import_strategy(registry.strategy(strategy).path)(load))
     loading.check_structure(tensors, manifest, cpu, dtype)
     loading.check_values(loading.touch(tensors), manifest, dtype)

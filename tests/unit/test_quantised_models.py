@@ -17,7 +17,7 @@ from weighin.stream import formats
 from weighin.stream.construct import resolve_builder
 from weighin.suite import registry
 from weighin.worker import loading
-from weighin.worker.loading import WorkerLoad, import_strategy
+from weighin.worker.loading import Load, import_strategy
 
 TABLE = "weighin.models.synthesised:from_table"
 GPT_OSS = ModelSpec(
@@ -79,7 +79,7 @@ def check_load(
     spec: ModelSpec, name: str, path: Path, manifest: Manifest, dtype: torch.dtype
 ) -> None:
     cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
-    load = WorkerLoad(path, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
+    load = Load(path, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
     model = import_strategy(registry.strategy(name).path)(load)
     tensors = loading.named_tensors(model)
     loading.check_structure(tensors, manifest, cpu, dtype)

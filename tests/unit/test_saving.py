@@ -30,8 +30,8 @@ from weighin.run.judge import Evidence
 from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
-from weighin.worker.loading import WrongWeights, import_strategy
-from weighin.worker.saving import WorkerSave, check, files_in, sizes, sync
+from weighin.worker.loading import Save, WrongWeights, import_strategy
+from weighin.worker.saving import check, files_in, sizes, sync
 
 CPU = torch.float32
 
@@ -201,7 +201,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(cache: Path) -> 
 
 
 def test_a_strategy_cannot_assign_to_its_job(tmp_path: Path) -> None:
-    job = WorkerSave(nn.Linear(1, 1), tmp_path, "safetensors", {}, lambda _: nullcontext())
+    job = Save(nn.Linear(1, 1), tmp_path, "safetensors", {}, lambda _: nullcontext())
     with pytest.raises(FrozenInstanceError):
         job.format = "pytorch"  # type: ignore[misc]
 

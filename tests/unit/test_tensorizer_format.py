@@ -21,7 +21,7 @@ from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write as write_file
 from weighin.suite import registry
 from weighin.worker import loading
-from weighin.worker.loading import WorkerLoad, import_strategy
+from weighin.worker.loading import Load, import_strategy
 
 SPEC = ModelSpec(
     "tied",
@@ -72,7 +72,7 @@ def test_the_strategy_loads_a_tied_model_with_the_right_values(
     made = truth.make(SPEC, seed=0, fmt="tensorizer", folder=tmp_path)
     cpu = torch.device("cpu")
     path = formats.checkpoint_in(tmp_path, "tensorizer")
-    load = WorkerLoad(
+    load = Load(
         path,
         cpu,
         dtype,

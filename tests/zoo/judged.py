@@ -25,7 +25,7 @@ from weighin.checkpoint.truth import index
 from weighin.stream import formats as layouts
 from weighin.suite import registry
 from weighin.worker import loading
-from weighin.worker.loading import Inputs, WorkerLoad, import_strategy
+from weighin.worker.loading import Inputs, Load, import_strategy
 
 _ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tested as pt and safetensors only
 _ALL_PLANTS_BYTES = 20 * 1024**2  # for larger models, only every fourth strategy gets a wrong byte
@@ -205,8 +205,8 @@ def bytes_of_manifest(truth: Truth) -> int:
     return truth.manifest.model_bytes()
 
 
-def _load(case: Case, truth: Truth, dtype: torch.dtype) -> WorkerLoad:
-    return WorkerLoad(
+def _load(case: Case, truth: Truth, dtype: torch.dtype) -> Load:
+    return Load(
         checkpoint=truth.checkpoint,
         device=torch.device("cpu"),
         dtype=dtype,

@@ -34,7 +34,7 @@ from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.stream.tensors import named_tensors, tensors_in, tied_names
 from weighin.stream.write import write
 from weighin.units import MIB
-from weighin.worker.loading import Inputs, WorkerLoad, identity, import_strategy, touch
+from weighin.worker.loading import Inputs, Load, identity, import_strategy, touch
 from weighin.worker.uses import CHILDREN, Function
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
@@ -158,7 +158,7 @@ def run(
     gpu = CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None
     ledger = Ledger(gpu, baseline, own_bytes)
     PRELOADED.on_import = ledger.adopt
-    job = WorkerLoad(
+    job = Load(
         checkpoint=checkpoint,
         device=device,
         dtype=getattr(torch, cell.dtype),

@@ -1,7 +1,5 @@
-"""Run one cell: ``python -m weighin.worker FOLDER`` reads its job in the folder, and reports to the socket there.
-
-What this module imports before torch adds to the figures, so that even pathlib, which takes 1 MiB, is imported
-after torch.
+"""Run one cell: ``python -m weighin.worker FOLDER`` reads its job in the folder, and reports to the socket there. What
+it imports before torch adds to the figures, so that even pathlib, which takes 1 MiB, is imported after torch.
 """
 
 import os
@@ -17,8 +15,6 @@ from weighin.worker.phases import BEFORE_LOAD, Marks, describe
 
 if TYPE_CHECKING:
     from weighin.worker.steps import Worker
-
-_KEPT_BYTES = 4096  # of a rank's standard error
 
 
 def main() -> None:
@@ -68,12 +64,9 @@ def classify(error: BaseException, strategy: str, use: str = "") -> tuple[Outcom
     """Return the outcome and the message of an error in a load, a save or, if it has begun, a ``use``."""
     from weighin.worker.cuda import is_out_of_memory
     from weighin.worker.loading import WrongWeights
-    from weighin.worker.steps import NoResult
 
     if isinstance(error, WrongWeights):
         return Outcome.WRONG_WEIGHTS, str(error)
-    if isinstance(error, NoResult):
-        return Outcome.STRATEGY_FAILED, str(error)
     cause: BaseException | None = error
     while cause:  # a library's error may have been put into words
         if is_out_of_memory(cause):
@@ -85,26 +78,21 @@ def classify(error: BaseException, strategy: str, use: str = "") -> tuple[Outcom
 
 
 def start_ranks(marks: Marks) -> NoReturn:
-    """Run all ranks of a cell (processes that load one model), report each one's end, and then end.
-
-    This process replaces torchrun, which would import torch into the cell's cgroup, and end all ranks
-    before weighin can see which rank the kernel killed. Each rank gets torchrun's variables, and connects
-    to weighin itself. If a rank fails, weighin ends the others: they end with this process.
+    """Run all ranks of a cell (processes that load one model), report each one's end, and then end. This process replaces
+    torchrun, which would import torch into the cell's cgroup, and end all ranks before weighin can see which rank the
+    kernel killed. If a rank fails, weighin ends the others: they end with this process.
     """
     import socket
     import subprocess
-    import threading
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    number = str(marks.job.cell.ranks)
-    usual = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    given = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
-    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    telling = threading.Lock()
-
-    def run(rank: int) -> None:
+    ranks, running = marks.job.cell.ranks, {}
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | os.environ
+    variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}  # as torchrun does
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for rank in range(ranks):
         try:
             process = subprocess.Popen(
                 module("weighin.worker", marks.folder, str(rank)),
@@ -112,28 +100,26 @@ def start_ranks(marks: Marks) -> NoReturn:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=usual | os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
         except OSError as error:  # as where a limit of processes is reached: the others would wait
             print(f"cannot start rank {rank}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         assert process.stdout
-        printed = Tail(os.dup(process.stdout.fileno()))
-        code = process.wait()
-        with telling:  # in the order in which they end
-            marks.send(
-                "ended",
-                rank=rank,
-                code=code if code >= 0 else None,
-                signal=-code if code < 0 else None,
-                stderr_tail=printed.text[-_KEPT_BYTES:].decode(errors="replace"),
-            )
-
-    ranks = [threading.Thread(target=run, args=[rank]) for rank in range(marks.job.cell.ranks)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
+        running[process.pid] = rank, process, Tail(os.dup(process.stdout.fileno()))
+    while running:
+        pid, status = os.wait()
+        if pid not in running:  # an orphan, if this process is the first of its PID namespace
+            continue
+        rank, process, printed = running.pop(pid)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
+        marks.send(
+            "ended",
+            rank=rank,
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            stderr_tail=printed.text[-4096:].decode(errors="replace"),
+        )
     os._exit(0)
 
 

@@ -1,8 +1,5 @@
 """Read the CUDA allocator's peaks of one device: bytes that tensors need (requested), rounded up to blocks
-(allocated), and in segments of the driver (reserved); and page-locked host memory, of another allocator.
-
-A thread samples how much GPU memory is in use by the driver's count. The worker synchronises the device before it
-reads a peak, so that memory and time include pending copies.
+(allocated), and in segments of the driver (reserved); and page-locked host memory. A thread samples what is in use.
 """
 
 import math
@@ -12,16 +9,12 @@ from typing import Any, Final
 
 import torch
 
-from weighin.units import format_bytes, format_exact
-
 _SAMPLE_INTERVAL_S: Final = 0.005
 _KINDS: Final = ("requested", "allocated", "reserved")
 
 
 class CudaMemory:
-    """The memory of one CUDA device, whose context is created here, so that it is no memory of the load. A
-    ``limit_bytes`` above the device's memory raises ValueError.
-    """
+    """The memory of one CUDA device, whose context is created here, so that it is no memory of the load."""
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         self.device = torch.device("cuda", device.index or 0)
@@ -33,11 +26,8 @@ class CudaMemory:
         torch.cuda.empty_cache()
         if limit_bytes is not None:  # the limit does not include the context
             _, total = torch.cuda.mem_get_info(self.device)
-            if limit_bytes > total:
-                limit, has = format_exact(limit_bytes), format_bytes(total)
-                raise ValueError(f"vram={limit} is more than {self.device} has ({has})")
             # torch multiplies by the fraction and truncates; the next larger float gives exactly the limit.
-            fraction = min(1.0, math.nextafter(limit_bytes / total, 1.0))
+            fraction = math.nextafter(limit_bytes / total, 1.0)
             torch.cuda.set_per_process_memory_fraction(fraction, self.device)
         self.reset()
         threading.Thread(target=self._sample, name="cuda sampler", daemon=True).start()
@@ -71,7 +61,6 @@ class CudaMemory:
         return torch.cuda.memory_summary(self.device, abbreviated=True)
 
     def describe(self) -> dict[str, Any]:
-        """Return the device's properties. ``gpu_uuid`` identifies the GPU in the driver's tools."""
         properties = torch.cuda.get_device_properties(self.device)
         uuid = getattr(properties, "uuid", None)  # not of every build of torch
         return {
@@ -82,28 +71,13 @@ class CudaMemory:
             "cuda_allocator": torch.cuda.get_allocator_backend(),
         }
 
-    def notes(self) -> list[str]:
-        properties, warnings = torch.cuda.get_device_properties(self.device), []
-        if getattr(properties, "is_integrated", 0):
-            warnings.append(
-                f"{properties.name} has no memory of its own: CUDA memory is part of the RAM, but a RAM"
-                " limit may not apply to it"
-            )
-        if (backend := torch.cuda.get_allocator_backend()) != "native":
-            warnings.append(
-                f"the CUDA allocator is {backend}: requested and reserved bytes are figures of the"
-                " driver's pool, not of torch's blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF"
-            )
-        return warnings
-
     def notes_at_end(self) -> list[str]:
         """Return a warning for each other GPU whose memory the process used."""
-        peaks = map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
+        others = {*range(torch.cuda.device_count())} - {self.device.index}
         return [
-            f"the load also allocated {format_bytes(peak)} on cuda:{index}, which no figure includes:"
-            f" all figures are of {self.device}"
-            for index, peak in enumerate(peaks)
-            if peak and index != self.device.index
+            f"the load also used cuda:{other}, but all figures are of {self.device}"
+            for other in sorted(others)
+            if torch.cuda.max_memory_allocated(other)
         ]
 
     def _sample(self) -> None:
@@ -114,9 +88,7 @@ class CudaMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error of the allocator or the driver means that GPU memory ran out."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return True
     # The driver allocates page-locked memory and contexts, and its errors have another class.
     is_drivers = isinstance(error, getattr(torch, "AcceleratorError", RuntimeError))
-    return is_drivers and str(error).startswith("CUDA error: out of memory")
+    is_lack = is_drivers and str(error).startswith("CUDA error: out of memory")
+    return is_lack or isinstance(error, torch.cuda.OutOfMemoryError)

@@ -1,7 +1,7 @@
 """Import a strategy, give it what it loads, and verify its model: tensors, buffers, ties and forward pass."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,8 +25,15 @@ from weighin.worker.phases import named_by_strategy
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """The implementation of ``weighin.strategy.Load`` in the measured process."""
+class Load:
+    """The load that a strategy performs: a checkpoint, and the model with its device and dtype.
+
+    Attributes:
+        checkpoint: the path of the checkpoint's file, or of its folder if the format has several files.
+        device: the device on which every parameter and buffer must be after the load.
+        dtype: the dtype that every floating-point parameter and buffer must have after the load.
+        options: the options that a suite (a YAML file) sets for this strategy.
+    """
 
     checkpoint: Path
     device: torch.device
@@ -40,6 +47,7 @@ class WorkerLoad:
 
     @property
     def pretrained(self) -> Mapping[str, Any]:
+        """Keyword arguments for a call of ``pretrained_class``; only for a Hugging Face folder."""
         from weighin.stream.pretrained_folder import code_of
 
         names = ("architecture", "config")
@@ -47,24 +55,52 @@ class WorkerLoad:
 
     @property
     def folder(self) -> Mapping[str, Any] | None:
+        """Keyword arguments for a call of ``load_pretrained``; None for any other checkpoint than a folder's files."""
         from weighin.stream.pretrained_folder import arguments_of
 
         return arguments_of(self.model, self.checkpoint)
 
     @property
     def adapter(self) -> Path | None:
+        """The folder with the LoRA adapter to merge into the model; None without an adapter."""
         from weighin.stream.pretrained_folder import adapter_of
 
         return adapter_of(self.model)
 
     def build_model(self) -> torch.nn.Module:
+        """Build and initialise the model on PyTorch's current default device."""
         return construct(lambda: self.builder(**self.model.kwargs), self.dtype)
 
     def reset_buffers(self, model: torch.nn.Module) -> None:
+        """Set every non-persistent buffer, which no checkpoint has, to the value that it has after the model's
+        constructor; a model built on the meta device has no values in any buffer.
+        """
         reset_buffers(model, self.builder, self.model.kwargs, self.device, self.dtype)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure the code in the ``with`` block as a phase; phases do not nest. ValueError: the name is not 1 to 64
+        letters, digits, spaces and _ . + / ( ) -, does not begin with a letter or digit, or is a phase of weighin.
+        """
         return self.marks.phase(named_by_strategy(name))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The save that a strategy performs.
+
+    Attributes:
+        model: the complete model, on the cell's device and in the cell's dtype.
+        target: an empty folder on a disk, in which the save must leave exactly one checkpoint.
+        format: the format to write: one in the list FORMATS of the strategy's file.
+        options: the options that a suite (a YAML file) sets for this strategy.
+        phase: as of ``Load``.
+    """
+
+    model: torch.nn.Module
+    target: Path
+    format: str
+    options: Mapping[str, Any]
+    phase: Callable[[str], AbstractContextManager[None]]
 
 
 def import_strategy(path: Path | str, name: str = "load") -> Callable[[Any], Any]:
@@ -73,8 +109,7 @@ def import_strategy(path: Path | str, name: str = "load") -> Callable[[Any], Any
     assert spec and spec.loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    function: Callable[[Any], Any] = getattr(module, name)
-    return function
+    return getattr(module, name)  # type: ignore[no-any-return]
 
 
 class Inputs(NamedTuple):
@@ -84,39 +119,33 @@ class Inputs(NamedTuple):
     keywords: Mapping[str, Any] = MappingProxyType({})
 
     def to(self, device: torch.device) -> "Inputs":
-        return self.each(lambda tensor: tensor.to(device))
-
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
-        return Inputs(*tree_map_only(torch.Tensor, change, tuple(self)))
+        return Inputs(*tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tuple(self)))
 
 
 def example_inputs(
     builder: Builder, kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> Inputs | None:
-    """Return the inputs of one forward pass, on the CPU, with floating-point tensors of ``dtype``.
-
-    ``example_inputs`` in the builder's module may return positional arguments (a tuple or list), keyword
-    arguments (a mapping), or one tensor. Without this function, return None.
+    """Return what ``example_inputs`` in the builder's module returns (a tensor, a tuple or list of arguments, or a
+    mapping of keywords), with floating-point tensors of ``dtype``; None for nothing, or without this function.
     """
     examples = getattr(sys.modules[builder.__module__], "example_inputs", None)
-    arguments = examples(**kwargs) if examples else None
+    arguments: Any = examples(**kwargs) if examples else None
     if isinstance(arguments, torch.Tensor):
         arguments = (arguments,)
     if not arguments:
         return None
-    if isinstance(arguments, Mapping):
-        inputs = Inputs(keywords=dict(arguments))
-    else:
-        inputs = Inputs(tuple(arguments))
-    return inputs.each(lambda one: one.to(dtype) if one.is_floating_point() else one)
+    is_named = isinstance(arguments, Mapping)
+    given = ((), dict(arguments)) if is_named else (tuple(arguments), {})
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return Inputs(*tree_map_only(torch.Tensor, converted, given))
 
 
 def settle_math() -> None:
-    """Call MKL's vector functions on one thread, so that MKL selects its kernels there.
-
-    If two threads make the first calls at the same time, MKL sometimes computes a part of the
-    result with another kernel. In 1 of 100 processes on a busy machine, a table of rotary cosines
-    was wrong by 1.5e-4 (torch 2.13, MKL 2024.2). weighin would blame the strategy for this error.
+    """Call MKL's vector functions on one thread, so that MKL selects its kernels there. If two threads make the
+    first calls, a part of the result may be of another kernel: 1 of 100 tables of rotary cosines was wrong by 1.5e-4.
     """
     for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh):
         function(torch.ones(8))
@@ -127,9 +156,7 @@ class WrongWeights(Exception):
 
 
 def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by its full name, a tied tensor under each name; and what else of ``wanted``
-    is in the state dict, because the modules of bitsandbytes have their scales only there.
-    """
+    """Return every parameter and buffer by each of its names, and the scales of bitsandbytes if they are ``wanted``."""
     tensors = tensors_by_name(model)
     if others := set(wanted) - tensors.keys():
         state = model.state_dict()
@@ -164,53 +191,36 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
 def check_structure(
     tensors: dict[str, torch.Tensor], manifest: Manifest, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise WrongWeights if a tensor is missing, unexpected, untied, without values, or of a wrong device, shape or
-    dtype.
-    """
+    """Raise WrongWeights for a tensor of no value, or of another name, device, shape, dtype or tie than expected."""
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
     complain("not in the checkpoint", tensors.keys() - expected.keys())
-    left = [name for name, tensor in tensors.items() if tensor.is_meta]
-    complain("left on the meta device, without values", left)
-    elsewhere = [name for name, t in tensors.items() if t.device.type != device.type]
-    complain(f"not on {device}", elsewhere)
+    complain(
+        "left on the meta device, without values", [n for n, t in tensors.items() if t.is_meta]
+    )
+    complain(f"not on {device}", [n for n, t in tensors.items() if t.device.type != device.type])
     shapes = [n for n, tensor in tensors.items() if tuple(tensor.shape) != expected[n].shape]
     complain("of another shape than in the checkpoint", shapes)
-    of_dtype: dict[str, list[str]] = {}
-    untied = []
-    for name, entry in expected.items():
-        if (wanted := wanted_dtype(entry, dtype)) != dtype_name(tensors[name].dtype):
-            of_dtype.setdefault(wanted, []).append(name)
-        if entry.shared_with and identity(tensors[name]) != identity(tensors[entry.shared_with]):
-            untied.append(name)
-    for wanted in sorted(of_dtype):
-        complain(f"not of dtype {wanted}", of_dtype[wanted])
+    kinds = {name: wanted_dtype(entry, dtype) for name, entry in expected.items()}
+    for kind in sorted({*kinds.values()}):
+        others = [n for n in kinds if kinds[n] == kind != dtype_name(tensors[n].dtype)]
+        complain(f"not of dtype {kind}", others)
+    ties = {name: entry.shared_with for name, entry in expected.items() if entry.shared_with}
+    untied = [n for n in ties if identity(tensors[n]) != identity(tensors[ties[n]])]
     complain("no longer tied to the tensor that they share", untied)
 
 
-def check_values(
-    checksums: dict[str, str], manifest: Manifest, dtype: torch.dtype
-) -> tuple[str, ...]:
-    """Raise WrongWeights if a tensor's checksum differs from the checkpoint's.
-
-    Of a tensor that ``from_pretrained`` changes after reading it, the values in the file and the
-    changed values both count as correct; the returned notes name such tensors.
+def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dtype) -> None:
+    """Raise WrongWeights if a tensor's checksum differs from the checkpoint's. Of a tensor that ``from_pretrained``
+    changes after reading it, the values in the file and the changed values both count as correct.
     """
-    wrong, changed, of_file = [], [], []
+    wrong = []
     for entry in manifest.tensors:
-        kind, value = wanted_dtype(entry, dtype), checksums[entry.name]
-        if entry.file_checksums and value == entry.file_checksums[kind]:
-            of_file.append(entry.name)
-        elif value != entry.checksums[kind]:
+        kind = wanted_dtype(entry, dtype)
+        right = (entry.checksums[kind], (entry.file_checksums or {}).get(kind))
+        if checksums[entry.name] not in right:
             wrong.append(entry.name)
-        elif entry.file_checksums:
-            changed.append(entry.name)
     complain("with other values than in the checkpoint", wrong)
-    whose = {
-        "of the file, which from_pretrained changes after reading": of_file,
-        "of from_pretrained, which changes those of the file after reading": changed,
-    }
-    return tuple(_tensors(f"with the values {what}", each) for what, each in whose.items() if each)
 
 
 def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
@@ -225,11 +235,8 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
 def complain(what: str, names: Iterable[str]) -> None:
     """Raise WrongWeights with the text ``what`` and the tensors' ``names``, if there are names."""
     if faulty := sorted(names):
-        raise WrongWeights(_tensors(what, faulty))
-
-
-def _tensors(what: str, names: Sequence[str]) -> str:
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {first_names(names)}"
+        count = f"{len(faulty)} tensor{'s' * (len(faulty) > 1)}"
+        raise WrongWeights(f"{count} {what}: {first_names(faulty)}")
 
 
 def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:

@@ -1,7 +1,5 @@
-"""Report phases and failures to weighin; a phase has the high-water marks of kernel and allocator.
-
-At the end of a phase the worker reads and resets VmHWM, its peak RSS, and waits until weighin has read and
-reset the cgroup's peak. The load time does not include the time of these readings.
+"""Report phases and failures to weighin. At the end of a phase the worker reads and resets VmHWM, its peak RSS, and
+waits until weighin has read and reset the cgroup's peak. The load time does not include the time of these readings.
 """
 
 import os
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weighin import phase_reporter
 from weighin.cell import Job, decode_job
 from weighin.child_process import ORPHANED, end_with_parent
+from weighin.phase_reporter import AWAITED
 from weighin.result import OURS, UNNAMED, Outcome
 from weighin.text import one_line
 
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
 # waited for long; on a busy machine, any gap may take a few ms.
 _SHORTEST_GAP_NS, _LONG_GAP_NS = 1_000_000, 100_000_000
 _PIECE = 1000  # the most points in one message
-_LONGEST = 8000  # characters of a failure; a longer message would not fit into a packet
-
-BEFORE_LOAD = "before the load"
-"""With these words begins the message of a failure that is not the strategy's."""
+BEFORE_LOAD = "before the load"  # so begins the message of a failure that is not the strategy's
 
 
 def named_by_strategy(name: object) -> str:
@@ -46,12 +42,11 @@ def named_by_strategy(name: object) -> str:
 
 
 class Marks:
-    """A worker's report to weighin: its phases, each at its end, and what it tells of its load. The worker
-    ends with weighin: by a signal, also inside a long call of C; in a container, the engine sends it.
+    """A worker's report to weighin, by whose socket its job lies in ``folder``. The worker ends with weighin: by a
+    signal, also inside a long call of C; in a container, the engine sends it.
     """
 
     def __init__(self, folder: str, rank: int | None = None) -> None:
-        """Read the job in ``folder``, at whose socket weighin listens."""
         self.folder = folder
         job = decode_job(phase_reporter.read_text(f"{folder}/{phase_reporter.JOB}"))
         self.job: Job = replace(job, rank=rank)
@@ -70,19 +65,19 @@ class Marks:
         """Send a message; if it is in ``AWAITED``, return when weighin has answered."""
         try:
             with self._lock:
-                is_awaited = event in phase_reporter.AWAITED
-                self._connection.send({"event": event, **fields}, wait=is_awaited)
+                self._connection.send({"event": event, **fields}, wait=event in AWAITED)
         except OSError:  # weighin has ended
             sys.stderr.flush()
             os._exit(ORPHANED)
 
     def fail(self, outcome: Outcome, message: str) -> NoReturn:
-        """Report the failure, print the traceback to standard error, and end this process."""
+        """Report the failure, print the traceback of its error to standard error, and end this process."""
         import traceback
 
-        traceback.print_exc()
+        if sys.exc_info()[0]:
+            traceback.print_exc()
         summary = self.cuda.summary() if self.cuda and outcome is Outcome.CUDA_OOM else ""
-        self.send("told", outcome=outcome, message=message[:_LONGEST], summary=summary)
+        self.send("told", outcome=outcome, message=message[:8000], summary=summary)  # of one packet
         sys.stderr.flush()
         os._exit(1)  # do not wait for the strategy's threads and exit handlers
 
@@ -107,14 +102,12 @@ class Marks:
             self.close(name)
 
     def flush(self) -> None:
-        """Report the time since the last phase as phase "other", unless that is a short gap."""
+        """Report the time since the last phase as phase "other", unless that is a short gap; refuse an open phase."""
+        if self._current is not None:
+            raise RuntimeError(f"phase {self._current!r} began and never ended")
         ran_ns = time.process_time_ns() - self._start_cpu_ns
         if ran_ns >= _SHORTEST_GAP_NS or time.monotonic_ns() - self._start_ns >= _LONG_GAP_NS:
             self.close(UNNAMED)
-
-    def refuse_open(self) -> None:
-        if self._current is not None:
-            raise RuntimeError(f"phase {self._current!r} began and never ended")
 
     def clock_ns(self) -> int:
         """Return the time on a clock that stands still between phases."""
@@ -126,7 +119,6 @@ class Marks:
         self._start_ns, self._start_cpu_ns = time.monotonic_ns(), time.process_time_ns()
 
     def read(self) -> dict[str, Any]:
-        """Return this process's figures; its memory has that of its GPU."""
         figures = phase_reporter.read_figures()
         if self.cuda:
             figures["memory"]["cuda_allocated_bytes"] = self.cuda.allocated()
@@ -178,19 +170,15 @@ class Marks:
             baseline=self.read()["memory"],
             import_ns=import_ns,
             environment=environment | (self.cuda.describe() if self.cuda else {}),
-            notes=self.cuda.notes() if self.cuda else [],
         )
 
 
 def describe(error: BaseException, strategy: str = "") -> str:
-    """Describe an error in one line, with the line of code that raised it, of the file ``strategy`` if it can be:
-    that line tells the strategy's author more than a line of torch.
-    """
+    """Describe an error in one line, with the line of code that raised it, of the file ``strategy`` if it can be."""
     import traceback  # 0.1 MiB before torch, which imports it
-    from pathlib import Path
 
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == strategy]
-    place = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in (own or frames)[-1:])
+    place = "".join(f" ({os.path.basename(f.filename)}:{f.lineno})" for f in (own or frames)[-1:])  # noqa: PTH119
     text = one_line(str(error))
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"

@@ -1,34 +1,18 @@
 """Load the model that a worker saves, before its baseline; sync the saved files, and verify them."""
 
-import os
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from weighin import files
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.reader import checksum_of
 from weighin.errors import CheckpointError
 from weighin.probes import page_cache
-from weighin.strategy import Load
 from weighin.stream import formats
 from weighin.stream.model import load_streaming
-from weighin.worker.loading import WrongWeights, complain, wanted_dtype
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSave:
-    """The implementation of ``weighin.strategy.Save`` in the measured process."""
-
-    model: torch.nn.Module
-    target: Path
-    format: str
-    options: Mapping[str, Any]
-    phase: Callable[[str], AbstractContextManager[None]]
+from weighin.worker.loading import Load, WrongWeights, complain, wanted_dtype
 
 
 def load_model(job: Load) -> torch.nn.Module:
@@ -42,32 +26,28 @@ def load_model(job: Load) -> torch.nn.Module:
     return model
 
 
-def sync(target: Path) -> None:
-    folders = [target, *(path for path in target.rglob("*") if path.is_dir())]
-    for path in [*files_in(target), *folders]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def files_in(target: Path) -> list[Path]:
     return sorted(path for path in target.rglob("*") if path.is_file())
+
+
+def sync(target: Path) -> None:
+    for path in [target, *(path for path in target.rglob("*") if path.is_file() or path.is_dir())]:
+        files.sync(path)
 
 
 def sizes(target: Path) -> dict[str, int]:
     """Return the fields of ``Written``."""
     stats = [file.stat() for file in files_in(target)]
-    disk_bytes = sum(stat.st_blocks * 512 for stat in stats)
-    file_bytes = sum(stat.st_size for stat in stats)
+    disk_bytes, file_bytes = (
+        sum(one.st_blocks * 512 for one in stats),
+        sum(one.st_size for one in stats),
+    )
     return {"file_bytes": file_bytes, "disk_bytes": disk_bytes, "files": len(stats)}
 
 
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
-    """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
-
-    The RAM limit of the save also applies here, so only a few pieces of 16 MiB are in memory.
+    """Read the saved checkpoint back from the disk, in pieces of 16 MiB, because the RAM limit of the save also applies
+    here; raise WrongWeights if it differs from the model.
     """
     page_cache.drop(files_in(target))
     expected = {e.name: e for e in manifest.tensors if e.kind != "non_persistent_buffer"}

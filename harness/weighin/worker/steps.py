@@ -14,11 +14,10 @@ from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import read_manifest
 from weighin.phase_reporter import read_text
 from weighin.probes.process import read_rollup
+from weighin.result import Outcome
 from weighin.stream.construct import resolve_builder
 from weighin.worker import loading
 from weighin.worker.phases import Marks
-
-_WARM_PIECE_BYTES = 1024**2
 
 
 def read_through(checkpoint: Path) -> None:
@@ -28,15 +27,11 @@ def read_through(checkpoint: Path) -> None:
         from weighin.stream import formats  # no other load needs it
 
         files = formats.files(checkpoint)
-    piece = bytearray(_WARM_PIECE_BYTES)
+    piece = bytearray(1024**2)
     for file in files:
         with file.open("rb", buffering=0) as source:
             while source.readinto(piece):
                 pass
-
-
-class NoResult(Exception):
-    """A strategy returned no model, or left no file."""
 
 
 class Worker:
@@ -53,13 +48,13 @@ class Worker:
         if cell.needs_gpu:
             from weighin.worker.cuda import CudaMemory
 
-            gpu = device if device.type == "cuda" else torch.device("cuda")
-            if job.rank is not None and gpu.index is None:
+            gpu = device
+            if job.rank is not None and device.index is None:
                 gpu = torch.device("cuda", job.rank % torch.cuda.device_count())
             marks.cuda = CudaMemory(gpu, cell.vram_limit_bytes)
             device = marks.cuda.device if device.type == "cuda" else device
         self.inputs = loading.example_inputs(builder, cell.model.kwargs, dtype)
-        self.argument = loading.WorkerLoad(
+        self.argument = loading.Load(
             checkpoint, device, dtype, cell.options, cell.model, builder, marks
         )
         loading.settle_math()
@@ -91,31 +86,26 @@ class Worker:
 
     def _run_strategy(self, argument: Any) -> Any:
         """Import the strategy and call it with ``argument``; the load time includes the import."""
-        marks = self.marks
+        marks, job = self.marks, self.job
         marks.restart()
         start_ns = marks.clock_ns()
-        returned = loading.import_strategy(self.job.strategy_path, self.job.cell.operation)(
-            argument
-        )
-        marks.refuse_open()
+        returned = loading.import_strategy(job.strategy_path, job.cell.operation)(argument)
         if marks.cuda:
             marks.cuda.synchronize()
         load_ns = marks.clock_ns() - start_ns
         marks.flush()
-        notes = marks.cuda.notes_at_end() if marks.cuda else []
-        marks.send("told", load_ns=load_ns, notes=notes)
+        marks.send("told", load_ns=load_ns, notes=marks.cuda.notes_at_end() if marks.cuda else [])
         return returned
 
     def save(self) -> None:
         """Let the strategy save the model, sync the written files, and read them back to verify them."""
         from weighin.worker import saving
 
-        marks, load, cell = self.marks, self.argument, self.job.cell
-        target = Path(self.job.target)
-        save = saving.WorkerSave(self.model, target, cell.format, cell.options, load.phase)
+        marks, load, cell, target = self.marks, self.argument, self.job.cell, Path(self.job.target)
+        save = loading.Save(self.model, target, cell.format, cell.options, load.phase)
         self._run_strategy(save)
         if not saving.files_in(target):
-            raise NoResult("save() left no file in job.target")
+            marks.fail(Outcome.STRATEGY_FAILED, "save() left no file in job.target")
         marks.restart()
         start_ns = time.monotonic_ns()
         with marks.phase("sync"):
@@ -133,7 +123,8 @@ class Worker:
         model = self._run_strategy(load)
         if not isinstance(model, torch.nn.Module):
             kind = "None" if model is None else f"a {type(model).__name__}"
-            raise NoResult(f"load() returned {kind}, not a torch.nn.Module")
+            what = f"load() returned {kind}, not a torch.nn.Module"
+            marks.fail(Outcome.STRATEGY_FAILED, what)
         tensors = loading.named_tensors(model, [entry.name for entry in self.manifest.tensors])
         loading.check_structure(tensors, self.manifest, load.device, load.dtype)
         marks.restart()
@@ -150,12 +141,10 @@ class Worker:
                 for name, tensor in tensors.items()
                 if hasattr(tensor, "full_tensor")  # an import of DTensor would take 40 MiB
             }
-        notes = loading.check_values(checksums, self.manifest, load.dtype)
-        if not job.rank:  # only rank 0 sends notes
-            marks.send("told", notes=notes)
+        loading.check_values(checksums, self.manifest, load.dtype)
         del tensors  # would keep the old buffers alive while a use converts the model
         inputs = self.inputs and self.inputs.to(load.device)
-        start_ns, used_ns = marks.clock_ns(), None
+        start_ns, is_used = marks.clock_ns(), job.cell.use or (inputs and job.cell.passes)
         if job.cell.use:
             from weighin.worker import uses
 
@@ -168,6 +157,5 @@ class Worker:
             for _ in range(job.cell.passes):
                 with marks.phase(FORWARD):
                     loading.check_forward(model, inputs)
-        if job.cell.use or (inputs and job.cell.passes):
-            used_ns = marks.clock_ns() - start_ns
+        used_ns = marks.clock_ns() - start_ns if is_used else None
         marks.send("done", first_use_ns=used_ns, marks_ns=marks.spent_ns)

@@ -3,11 +3,9 @@
 import os
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from signal import Signals
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -17,9 +15,6 @@ from weighin.stream.tensors import tensors_in
 from weighin.worker.loading import Inputs, import_strategy, named_tensors
 
 CHILDREN: Final = 2
-_GRADIENT: Final = 1e-3
-_RATE: Final = 1e-3
-_NUMBER_BYTES: Final = 8
 
 
 class Done(NamedTuple):
@@ -30,8 +25,8 @@ class Done(NamedTuple):
     children_private_bytes: tuple[int, ...] = ()
 
 
+# Uses a model, with inputs of a forward pass if there are any, and a folder to write to.
 Function = Callable[[torch.nn.Module, Inputs | None, Path], Done]
-"""Uses a model, with inputs of a forward pass if there are any, and a folder to write to."""
 
 
 def prepare(use: str) -> None:
@@ -65,7 +60,7 @@ def _train(use: str, model: torch.nn.Module, inputs: Inputs | None) -> Done:
     gradients = "backward" if inputs and _backward(model, inputs) else "synthetic"
     for weight in weights:
         if weight.grad is None:
-            weight.grad = torch.full_like(weight, _GRADIENT)
+            weight.grad = torch.full_like(weight, 1e-3)
     optimizer = _optimizer(use, weights)
     optimizer.step()
     return Done(optimizer, gradients)
@@ -81,10 +76,9 @@ def _backward(model: torch.nn.Module, inputs: Inputs) -> bool:
 
 
 def _optimizer(use: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    kind: Callable[..., torch.optim.Optimizer]
-    kind = torch.optim.SGD if use == "sgd" else torch.optim.AdamW
+    kind: Any = torch.optim.SGD if use == "sgd" else torch.optim.AdamW
     # With foreach, a step needs temporary tensors as large as the whole model.
-    return kind(weights, lr=_RATE, foreach=False)
+    return kind(weights, lr=1e-3, foreach=False)  # type: ignore[no-any-return]
 
 
 def _save(model: torch.nn.Module, _: Inputs | None, folder: Path) -> Done:
@@ -95,35 +89,27 @@ def _save(model: torch.nn.Module, _: Inputs | None, folder: Path) -> Done:
 
 def in_forks(function: Callable[[], object]) -> Done:
     """Run a function in forked processes at once, and read the private dirty memory of each: what it copied because
-    it wrote to it. All live until the last one has run the function; one that ends before raises RuntimeError.
+    it wrote to it. All live until the last one has run the function; one that fails raises RuntimeError.
     """
+    told, answer = os.pipe()  # ends when each process has answered or ended
     until, end = os.pipe()  # all processes end when ``end`` is closed
-    children: dict[int, int] = {}
+    children = []
     try:
         for _ in range(CHILDREN):
-            told, answer = os.pipe()
             if not (pid := os.fork()):
                 os.close(end)
                 _run(function, answer, until)
-            os.close(answer)
-            children[pid] = told
-        sizes = []
-        for pid, told in children.items():
-            if not (size := os.read(told, _NUMBER_BYTES)):
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                how = f"ended with exit code {code}"
-                if code < 0:
-                    how = f"was ended by {Signals(-code).name}"
-                raise RuntimeError(f"a forked process {how}")
-            sizes.append(int.from_bytes(size))
-        return Done(children_private_bytes=tuple(sizes))
+            children.append(pid)
+        os.close(answer)
+        with open(told, "rb") as answers:  # noqa: PTH123 (a descriptor)
+            sizes = tuple(int(line) for line in answers)
     finally:
         os.close(end)
-        for pid, told in children.items():
-            with suppress(ChildProcessError):  # it was waited for
-                os.waitpid(pid, 0)
-            os.close(told)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
         os.close(until)
+    for code in filter(None, codes):
+        raise RuntimeError(f"a forked process ended with exit code {code}")
+    return Done(children_private_bytes=sizes)
 
 
 def _run(function: Callable[[], object], answer: int, until: int) -> None:
@@ -132,7 +118,8 @@ def _run(function: Callable[[], object], answer: int, until: int) -> None:
     try:
         torch.set_num_threads(1)  # the threads of the parent do not exist here
         function()
-        os.write(answer, read_rollup()["Private_Dirty"].to_bytes(_NUMBER_BYTES))
+        os.write(answer, b"%d\n" % read_rollup()["Private_Dirty"])
+        os.close(answer)
         os.read(until, 1)
         code = 0
     except BaseException:
@@ -150,5 +137,4 @@ FUNCTIONS: Final[dict[str, Function]] = {
     "deepcopy": lambda model, *_: Done(deepcopy(model)),
     SAVE: _save,
     FORK: lambda model, *_: in_forks(lambda: _write(model)),
-}
-"""The function of each built-in use, by name; the use ``forward`` is not among them."""
+}  # ``forward`` is not among them
