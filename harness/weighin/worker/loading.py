@@ -55,7 +55,7 @@ class Load:
 
     @property
     def folder(self) -> Mapping[str, Any] | None:
-        """Keyword arguments for a call of ``load_pretrained``; None for any other checkpoint than a folder's files."""
+        """Keyword arguments for a call of ``load_pretrained``; None if the checkpoint is no Hugging Face folder."""
         from weighin.stream.pretrained_folder import arguments_of
 
         return arguments_of(self.model, self.checkpoint)
