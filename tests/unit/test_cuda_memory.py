@@ -174,10 +174,15 @@ def test_the_device_is_described_as_the_drivers_tools_name_it(allocator: Allocat
     assert CudaMemory(DEVICE).describe()["gpu_uuid"] is None
 
 
-def test_memory_on_another_gpu_is_stated(allocator: Allocator) -> None:
+def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
     memory = CudaMemory(DEVICE)
-    assert memory.notes_at_end() == []
+    assert memory.notes() + memory.notes_at_end() == []
+    allocator.backend = "cudaMallocAsync"
     allocator.peaks[2] = 3 * GIB
+    assert memory.notes() == [
+        "the CUDA allocator is cudaMallocAsync: requested and reserved bytes are figures of the"
+        " driver's pool, not of torch's blocks"
+    ]
     assert memory.notes_at_end() == ["the load also used cuda:2, but all figures are of cuda:1"]
 
 

@@ -71,6 +71,13 @@ class CudaMemory:
             "cuda_allocator": torch.cuda.get_allocator_backend(),
         }
 
+    def notes(self) -> list[str]:
+        backend = torch.cuda.get_allocator_backend()
+        what = (
+            "requested and reserved bytes are figures of the driver's pool, not of torch's blocks"
+        )
+        return [] if backend == "native" else [f"the CUDA allocator is {backend}: {what}"]
+
     def notes_at_end(self) -> list[str]:
         """Return a warning for each other GPU whose memory the process used."""
         others = {*range(torch.cuda.device_count())} - {self.device.index}

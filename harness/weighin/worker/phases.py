@@ -170,6 +170,7 @@ class Marks:
             baseline=self.read()["memory"],
             import_ns=import_ns,
             environment=environment | (self.cuda.describe() if self.cuda else {}),
+            notes=self.cuda.notes() if self.cuda else [],
         )
 
 
