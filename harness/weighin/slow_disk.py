@@ -33,9 +33,10 @@ from weighin.units import KIB, format_latency, format_rate
 LARGEST_READ_BYTES: Final = 128 * KIB  # of one request in libfuse 2
 _SUBTYPE: Final = "weighin"
 _LEAD_NS: Final = 90_000  # the measured time of a 4 KiB read through FUSE without a pace
-_FIELDS: Final = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
-_TIMES: Final = ("st_mtime", "st_ctime", "st_atime")
-_libc = ctypes.CDLL(None, use_errno=True)
+_FIELDS: Final = (
+    "st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks", "st_mtime_ns", "st_ctime_ns", "st_atime_ns",
+)  # fmt: skip
+_libc = ctypes.CDLL(None)
 _numbers = itertools.count()
 
 
@@ -102,9 +103,7 @@ def check(*, in_container: bool) -> None:
         why, repair = "libfuse 2 is not installed", "apt-get install libfuse2"
     elif not os.access("/dev/fuse", os.R_OK | os.W_OK):
         why = "this user cannot open /dev/fuse"
-        repair = (
-            "modprobe fuse; in a container, start it with --device /dev/fuse --cap-add SYS_ADMIN"
-        )
+        repair = "modprobe fuse; a container needs --device /dev/fuse --cap-add SYS_ADMIN"
     elif in_container and not _may_allow_others():
         why = "the user of a container may not read this user's FUSE file systems"
         repair = "write user_allow_other into /etc/fuse.conf, or use --isolation cgroup"
@@ -161,8 +160,7 @@ class _PassThrough:
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         with self._answered(0):
             found = os.fstat(fh) if fh else Path(self._source + path).stat()
-        fields = {name: getattr(found, name) for name in _FIELDS}
-        return fields | {name: getattr(found, f"{name}_ns") for name in _TIMES}
+        return {name.removesuffix("_ns"): getattr(found, name) for name in _FIELDS}
 
     def readdir(self, path: str, _fh: int) -> list[str]:
         with self._answered(0):
@@ -185,15 +183,12 @@ class _PassThrough:
         stall_from = self._pace.stall_from_bytes
         if stall_from is not None and offset + size > stall_from:
             threading.Event().wait()
-        before = offset % PAGESIZE  # a direct read (O_DIRECT) reads whole pages into whole pages
-        with (
-            self._answered(size),
-            mmap(-1, -(-(before + size) // PAGESIZE) * PAGESIZE, MAP_PRIVATE) as area,
-        ):
+        # A direct read (O_DIRECT) reads whole pages into whole pages; any other fills the page cache.
+        before = offset % PAGESIZE
+        length = -(-(before + size) // PAGESIZE) * PAGESIZE
+        with self._answered(size), mmap(-1, length, MAP_PRIVATE) as area:
             count = os.preadv(fh, [area], offset - before)
-            os.posix_fadvise(
-                fh, offset, size, os.POSIX_FADV_DONTNEED
-            )  # of a read that was not direct
+            os.posix_fadvise(fh, offset, size, os.POSIX_FADV_DONTNEED)
             return area[before : min(before + size, count)]
 
     @contextlib.contextmanager

@@ -1,9 +1,7 @@
 """Drop a checkpoint's pages from the page cache, and count the pages that remain.
 
-The kernel charges a page to the cgroup that read it first. A RAM limit therefore does not cover a
-checkpoint that was cached before.
-
-Only a user who owns a file or may write to it can count its cached pages. For other users, cachestat
+The kernel charges a page to the cgroup that read it first, so a RAM limit does not cover a checkpoint that
+was cached before. Only who owns a file or may write to it can count its cached pages: for others, cachestat
 fails (since Linux 6.15), and mincore reports every page as resident (since Linux 5.2).
 """
 

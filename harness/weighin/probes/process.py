@@ -38,10 +38,6 @@ def read_shares(pid: int) -> Shares | None:
     if "Pss_Anon" not in rollup:
         return None
     anon, file, shmem = (rollup[f"Pss_{kind}"] for kind in ("Anon", "File", "Shmem"))
-    return Shares(
-        max(anon - rollup["LazyFree"], 0),
-        file,
-        shmem,
-        locked=min(max(rollup["Locked"] - anon - shmem, 0), file),
-        private=min(max(rollup["Private_Dirty"] - shmem, 0), rollup["Anonymous"]),
-    )
+    locked = min(max(rollup["Locked"] - anon - shmem, 0), file)
+    private = min(max(rollup["Private_Dirty"] - shmem, 0), rollup["Anonymous"])
+    return Shares(max(anon - rollup["LazyFree"], 0), file, shmem, locked, private)
