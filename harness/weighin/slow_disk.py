@@ -26,8 +26,8 @@ from typing import Any, Final
 from weighin import child_process, install
 from weighin.child_process import Parent, last_line
 from weighin.errors import IsolationUnavailable
-from weighin.probes import mounts
-from weighin.probes.cgroup import is_left_behind, owned_name
+from weighin.probes.cgroup import is_left_behind, mounts, owned_name
+from weighin.probes.environment import text_of
 from weighin.units import KIB, format_latency, format_rate
 
 LARGEST_READ_BYTES: Final = 128 * KIB  # of one request in libfuse 2
@@ -116,7 +116,7 @@ def check(*, in_container: bool) -> None:
 def remove_stale(root: Path) -> list[str]:
     """Remove the mounts, and their folders in ``root``, of killed runs; return a line for each mount."""
     removed = []
-    for one in mounts.read():
+    for one in mounts():
         if one.kind == f"fuse.{_SUBTYPE}" and is_left_behind(one.source):
             _unmount(one.place)
             _remove(one.place.parent)
@@ -145,7 +145,7 @@ def _unmount(mountpoint: Path) -> None:
 
 
 def _may_allow_others() -> bool:
-    lines = mounts.text_of(Path("/etc/fuse.conf")) or ""
+    lines = text_of(Path("/etc/fuse.conf")) or ""
     return os.geteuid() == 0 or "user_allow_other" in map(str.strip, lines.splitlines())
 
 

@@ -17,7 +17,7 @@ import pytest
 from leftovers import lives
 
 from weighin.isolation import cgroup as cgroup_isolation
-from weighin.probes import cgroup, mounts
+from weighin.probes import cgroup
 
 UNLIMITED_V1 = 9223372036854771712
 LAYOUTS = ("v1", "hybrid", "v2")
@@ -94,7 +94,7 @@ class Kernel:
         monkeypatch.setattr(os, "access", self.access)
         # A bound method would not get the path.
         monkeypatch.setattr(Path, "write_text", lambda path, *a, **k: self.write(path, *a, **k))  # noqa: PLW0108
-        monkeypatch.setattr(mounts, "MOUNTS", self.mounts)
+        monkeypatch.setattr(cgroup, "MOUNTS", self.mounts)
         monkeypatch.setattr(cgroup_isolation, "_SWAPS", self.swaps)
         monkeypatch.setattr(cgroup, "_group_of", self.group_of)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weighin.phase_reporter import parse_faults, parse_status
-from weighin.probes import cgroup, mounts
+from weighin.probes import cgroup, environment
 from weighin.probes.process import memory_of
 from weighin.result import Memory
 
@@ -48,8 +48,8 @@ def test_a_mount_point_of_any_bytes_ends_nothing(
         b"26 1 0:24 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
         b"27 1 0:25 / " + name + b"/unified rw - cgroup2 cgroup2 rw\n"
     )
-    monkeypatch.setattr(mounts, "MOUNTS", table)
-    assert mounts.file_system_of(tmp_path) == "ext4"
+    monkeypatch.setattr(cgroup, "MOUNTS", table)
+    assert environment.file_system_of(tmp_path) == "ext4"
     assert cgroup.memory_hierarchy() == (1, Path("/sys/fs/cgroup/memory"))
     assert cgroup.pressure_hierarchy() == Path(os.fsdecode(name)) / "unified"
 
@@ -96,25 +96,30 @@ def test_faults_of_this_process_are_the_kernels_count() -> None:
 GROUPS = Path("/sys/fs/cgroup")
 
 
-def hierarchies(monkeypatch: pytest.MonkeyPatch, table: str) -> tuple[object, object]:
-    monkeypatch.setattr(mounts, "read", lambda: mounts.parse(table))
+def hierarchies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: str
+) -> tuple[object, object]:
+    (kept := tmp_path / "mountinfo").write_text(table)
+    monkeypatch.setattr(cgroup, "MOUNTS", kept)
     return cgroup.memory_hierarchy(), cgroup.pressure_hierarchy()
 
 
 @pytest.mark.parametrize("kernel", HYBRIDS)
-def test_mounts_of_a_hybrid_machine(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = hierarchies(monkeypatch, text(kernel, "mountinfo"))
+def test_mounts_of_a_hybrid_machine(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = hierarchies(monkeypatch, tmp_path, text(kernel, "mountinfo"))
     assert found == ((1, GROUPS / "memory"), GROUPS / "unified")
 
 
-def test_mounts_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = hierarchies(monkeypatch, text("v1-6.1", "mountinfo"))
+def test_mounts_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hierarchies(monkeypatch, tmp_path, text("v1-6.1", "mountinfo"))
     assert found == ((1, GROUPS / "memory"), None)
 
 
 @pytest.mark.parametrize("kernel", V2)
 def test_mounts_of_version_2(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "read", lambda: mounts.parse(text(kernel, "mountinfo")))
+    monkeypatch.setattr(cgroup, "MOUNTS", KERNEL / kernel / "mountinfo")
     assert cgroup.pressure_hierarchy() == GROUPS
 
 
@@ -126,8 +131,10 @@ def test_mounts_of_version_2(kernel: str, monkeypatch: pytest.MonkeyPatch) -> No
         "35 31 0:32 / /sys/fs/cgroup/x rw - cgroup cgroup rw,name=memory\n",
     ],
 )
-def test_mounts_without_a_memory_controller(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hierarchies(monkeypatch, line) == (None, None)
+def test_mounts_without_a_memory_controller(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hierarchies(monkeypatch, tmp_path, line) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +160,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A v2 tree of plain files that the kernel is said to have mounted."""
     table = tmp_path / "mountinfo"
     table.write_text(f"31 23 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
-    monkeypatch.setattr(mounts, "MOUNTS", table)
+    monkeypatch.setattr(cgroup, "MOUNTS", table)
     (tmp_path / "cgroup.controllers").write_text("cpu io memory pids\n")
     return tmp_path
 

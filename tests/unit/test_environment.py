@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weighin import __version__
-from weighin.probes import environment, mounts
+from weighin.probes import environment
 from weighin.units import KIB
 
 
@@ -124,8 +124,8 @@ def test_how_far_the_disk_of_a_folder_reads_ahead(
     file = sysfs / setting.format(number)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("8192\n")
-    monkeypatch.setattr(mounts, "_SYSFS", sysfs)
-    assert mounts.read_ahead_bytes(tmp_path / "not/made yet") == expected
+    monkeypatch.setattr(environment, "_SYSFS", sysfs)
+    assert environment.read_ahead_bytes(tmp_path / "not/made yet") == expected
 
 
 def test_a_record_holds_no_variable_but_those_that_change_figures(

@@ -24,7 +24,7 @@ from weighin.cell import Cell
 from weighin.child_process import PATIENCE_S, signal_each
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.phase_reporter import read_text
-from weighin.probes import environment, mounts
+from weighin.probes import environment
 from weighin.probes.cgroup import (
     Cgroup,
     folders_of,
@@ -33,6 +33,7 @@ from weighin.probes.cgroup import (
     members_of,
     memory_cgroup_of,
     memory_hierarchy,
+    mounts,
     owned_name,
     pressure_hierarchy,
 )
@@ -225,7 +226,7 @@ def kill_members(group: Path) -> None:
 
 def thaw(pids: Sequence[int]) -> None:
     """Thaw the freezer groups of killed processes: on cgroup v1, SIGKILL ends no frozen process."""
-    freezers = [one.place for one in mounts.read() if "freezer" in one.options] if pids else []
+    freezers = [one.place for one in mounts() if "freezer" in one.options] if pids else []
     for pid, mount in itertools.product(pids, freezers):
         with suppress(OSError):  # it has ended, or the group is not this user's
             lines = read_text(f"/proc/{pid}/cgroup").splitlines()

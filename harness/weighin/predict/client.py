@@ -14,7 +14,7 @@ from weighin.checkpoint import staging
 from weighin.errors import ConfigError, HarnessError
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Peaks, Prediction, Work, from_json
-from weighin.probes.mounts import read_ahead_bytes
+from weighin.probes.environment import read_ahead_bytes
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.pretrained_library import LIBRARIES, WHOLE, Selection, library_of

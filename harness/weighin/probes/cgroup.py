@@ -1,4 +1,4 @@
-"""Read what the kernel counts for a memory cgroup, and find the cgroup of a process.
+"""Read what the kernel counts for a memory cgroup, and find the cgroup of a process by the table of mounts.
 
 None, and not 0, stands for what the kernel lacks. Source: admin-guide/cgroup-v2.rst,
 admin-guide/cgroup-v1/memory.rst and filesystems/proc.rst of the kernel's Documentation.
@@ -10,11 +10,11 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from weighin.phase_reporter import read_text
-from weighin.probes import mounts
 
+MOUNTS: Final = Path("/proc/self/mountinfo")
 LOCK_VARIABLE: Final = "WEIGHIN_LOCK"  # names a lock that replaces the machine's default one
 _OWNED: Final = re.compile(r"([0-9]{1,19})-([0-9]+)-([0-9]+)\.[0-9]*(-[0-9a-f]{8})?")
 _UNLIMITED: Final = 2**60  # a larger number means on v1 that there is no limit
@@ -83,9 +83,29 @@ def lock_suffix() -> str:
     return f"-{zlib.crc32(os.fsencode(lock)):08x}" if lock else ""
 
 
+class Mounted(NamedTuple):
+    root: str  # the folder of the file system that is mounted at ``place``
+    place: Path
+    kind: str
+    source: str
+    options: list[str]  # of the file system, not of the mount
+
+
+def mounts() -> list[Mounted]:
+    found = []
+    # Split only at "\n" and " ", because paths may contain Unicode's other line ends and blanks.
+    for line in filter(None, os.fsdecode(MOUNTS.read_bytes()).split("\n")):
+        before, _, after = line.partition(" - ")
+        _, _, _, root, place, *_ = before.split(" ")
+        kind, source, options = after.split(" ", 2)
+        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)  # \040: a blank
+        found.append(Mounted(root, Path(place), kind, source, options.split(",")))
+    return found
+
+
 def memory_hierarchy() -> tuple[int, Path] | None:
     """Return the cgroup version that has the memory controller, and where it is mounted."""
-    for one in mounts.read():
+    for one in mounts():
         if one.kind == "cgroup" and "memory" in one.options:
             return 1, one.place
     version2 = pressure_hierarchy()
@@ -96,7 +116,7 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 def pressure_hierarchy() -> Path | None:
     """Return the mount point of cgroup v2, which alone has PSI files."""
-    return next((one.place for one in mounts.read() if one.kind == "cgroup2"), None)
+    return next((one.place for one in mounts() if one.kind == "cgroup2"), None)
 
 
 def memory_cgroup_of(pid: int) -> Path | None:
@@ -125,7 +145,7 @@ def _folder(mount: Path | None, group: str | None) -> Path | None:
     """Return the folder of a ``group`` of /proc/PID/cgroup; ``mount`` may show only a container's own group."""
     if mount is None or group is None:
         return None
-    root = next((one.root for one in mounts.read() if one.place == mount), "/").rstrip("/")
+    root = next((one.root for one in mounts() if one.place == mount), "/").rstrip("/")
     inside = group == root or group.startswith(f"{root}/")
     return mount / (group.removeprefix(root) if inside else group).lstrip("/")
 

@@ -13,13 +13,14 @@ import psutil
 
 from weighin import __version__
 from weighin.child_process import CODE_PATH
-from weighin.probes.cgroup import memory_hierarchy
-from weighin.probes.mounts import text_of
+from weighin.probes.cgroup import memory_hierarchy, mounts
 from weighin.result import USUAL_PAGE_BYTES
 from weighin.text import masked
+from weighin.units import KIB
 
 # git skips files in submodules, because a submodule's own configuration could start programs.
 _STATUS: Final = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
+_SYSFS: Final = Path("/sys")
 _OWN_FILTER: Final = re.compile(r"(?m)^(local|worktree)\tfilter\..*\.(clean|process)$")
 # Prefixes of the environment variables that affect allocators, threads or devices.
 _SETTINGS: Final = (
@@ -54,6 +55,41 @@ def machine() -> dict[str, Any]:
         "psi": Path("/proc/pressure/memory").exists(),
         "settings": settings(),
     } | ({} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE})
+
+
+def file_system_of(path: Path) -> str:
+    """Return the type of the file system of ``path``, or of its nearest folder that exists."""
+    place = _nearest(path).resolve()
+    above = [one for one in mounts() if place.is_relative_to(one.place)]
+    above.sort(key=lambda one: len(one.place.parts))  # the last mount at a folder hides the others
+    return above[-1].kind if above else "unknown"
+
+
+def read_ahead_bytes(path: Path) -> int:
+    """Return how many bytes the kernel reads ahead on a page fault in a file at or below ``path``."""
+    device = _nearest(path).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    # A partition has its disk's setting in the folder above.
+    for folder in (
+        f"class/bdi/{number}",
+        f"dev/block/{number}/queue",
+        f"dev/block/{number}/../queue",
+    ):
+        if text := text_of(_SYSFS / folder / "read_ahead_kb"):
+            return int(text) * KIB
+    return 128 * KIB  # the default of Linux
+
+
+def _nearest(path: Path) -> Path:
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+def text_of(path: Path) -> str | None:
+    """Return the stripped text of a file in /sys; None if the running kernel lacks it."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
 
 
 def code() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from weighin.isolation.process import PASSED
 from weighin.phase_reporter import SOCKET
 from weighin.plan.start import files_in
 from weighin.plan.task import Planned, Run
-from weighin.probes import mounts
+from weighin.probes import cgroup
 from weighin.program_phases import VARIABLE
 from weighin.records.metrics import largest
 from weighin.result import Faults, Outcome, Peaks, Ran, Sample, Track
@@ -213,7 +213,7 @@ def left(started_s: float, last: Sample | None) -> list[str]:
     if last and last.shmem_bytes <= MIB:
         return []
     sizes: dict[str, int] = {}
-    for place in (one.place for one in mounts.read() if one.kind in ("tmpfs", "ramfs")):
+    for place in (one.place for one in cgroup.mounts() if one.kind in ("tmpfs", "ramfs")):
         for folder, below, names in os.walk(place):
             below[:] = [name for name in below if not os.path.ismount(Path(folder, name))]
             for path in (Path(folder, name) for name in names):

@@ -23,7 +23,7 @@ from weighin.isolation import visible
 from weighin.isolation.base import Isolation, Running, Streams
 from weighin.phase_reporter import JOB
 from weighin.plan.task import Planned, Progress, Run, skipped
-from weighin.probes import environment, mounts, page_cache
+from weighin.probes import environment, page_cache
 from weighin.probes.cgroup import grown
 from weighin.records import run_folder
 from weighin.records.metrics import largest
@@ -99,8 +99,10 @@ class LoadSpec(Spec):
             opened.enter_context(self._held)
             self._held_bytes = self._held.enter_context(held(3 * size, spare))
         if self.files:
-            self.facts["storage"] = {"file_system": mounts.file_system_of(self.files[0])}
-            self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(self._job.checkpoint))
+            self.facts["storage"] = {"file_system": environment.file_system_of(self.files[0])}
+            self.facts["read_ahead_bytes"] = environment.read_ahead_bytes(
+                Path(self._job.checkpoint)
+            )
 
     def start(self, isolation: Isolation, folder: Path) -> Running:
         job = replace(self._job, parent=0 if isolation.name == "docker" else os.getpid())
