@@ -24,8 +24,5 @@ def test_a_limit_is_proven_by_a_probe_that_is_killed(command: CommandLine) -> No
     )
     assert verdicts["isolation process"] == ("yes", "measures; enforces no limit")
     assert (document["holds_a_limit"], ended.code, ended.left) == (True, 0, [])
-    assert ended.err.splitlines() == [
-        "note: running a probe into a limit of 384.000 MiB with cgroup",
-        "note: reading directly from a disk of 100MB/s, 5ms",
-    ]
-    assert " ms through FUSE" in verdicts["slow disks (--disk, disk_latency)"][1]
+    assert ended.err == ""
+    assert verdicts["slow disks (--disk, disk_latency)"][0] == "yes"

@@ -32,5 +32,5 @@ def test_each_line_says_yes_partly_or_no() -> None:
 
 def test_without_a_limit_that_holds_it_exits_with_3(monkeypatch: pytest.MonkeyPatch) -> None:
     unlimited = replace(EXAMINATION, capabilities=EXAMINATION.capabilities[:1])
-    monkeypatch.setattr(doctor, "examine", lambda _, **__: unlimited)
+    monkeypatch.setattr(doctor, "examine", lambda: unlimited)
     assert shown("doctor")[0] == 3

@@ -57,7 +57,7 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(*cells, cwd=str(folder)).as_json()
     run_folder.write_plan(Path("commands"), cells, settings)
     save({"embedding.weight": zeros(10, 4), "head.weight": zeros(10, 4)}, "model.pt")
-    monkeypatch.setattr(doctor, "examine", lambda _, **__: EXAMINATION)
+    monkeypatch.setattr(doctor, "examine", lambda: EXAMINATION)
     monkeypatch.setattr(runner, "run", _run)
     monkeypatch.setattr(runner, "search", _search)
     monkeypatch.setattr(client, "predict", _predict)

@@ -57,7 +57,6 @@ def test_the_doctor_proves_a_limit_and_says_which_figures_there_are(machine: End
         each if machine.resets_peaks else whole,
         "exact: oom_kill in memory.events.local",
         "exact: workingset_refault_file in memory.stat",
-        "memory.high, with --isolation cgroup",
         "exact: memory.pressure of the cell's cgroup",
     ):
         assert any(said in line for line in lines), machine.out("doctor")

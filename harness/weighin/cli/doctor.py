@@ -27,7 +27,7 @@ def doctor(context: click.Context, typed: dict[str, Any]) -> None:
     """
     from weighin import doctor as of_machine
 
-    examination = of_machine.examine(_console.note)
+    examination = of_machine.examine()
     _console.deliver(typed["json"], examination.as_json(), of_machine.table(examination))
     if not examination.holds_a_limit:
         context.exit(NO_LIMIT_EXIT)
