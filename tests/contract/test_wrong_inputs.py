@@ -27,8 +27,6 @@ VARIES: Final = {
     r"(weighin: Killed by SIGKILL).*": r"\1",
     r"weighin: The command needs .*\n": "",
     r"more than this machine has \(.*\)": "more than this machine has (RAM)",
-    r"(cannot enforce a RAM limit\n)use .*; without": r"\1use --isolation OTHER; without",
-    r", or use --isolation (cgroup|process)": ", or use --isolation OTHER",
 }
 
 FILES: Final = {

@@ -94,7 +94,7 @@ def test_a_limit_that_nothing_would_hold_is_refused(command: CommandLine) -> Non
         command,
         ended,
         3,
-        "error: --isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a"
+        "error: --isolation process cannot enforce a RAM limit\nuse --isolation auto; without a"
         " RAM limit, these work: weighin recommend, predict, and bench without --ram\n",
     )
 
@@ -109,9 +109,9 @@ def test_no_engine_is_an_error_where_docker_was_asked_for(command: CommandLine) 
         command,
         ended,
         3,
-        "error: no Docker engine answers at unix:///nonexistent\nset DOCKER_HOST to the address of"
-        " an engine that runs, or unset it, or use --isolation cgroup; without a RAM limit, these"
-        " work: weighin recommend, predict, and bench without --ram\n",
+        "error: no Docker engine answers at unix:///nonexistent: No such file or directory\nsudo"
+        " systemctl start docker; for permission: sudo usermod -aG docker $USER, and log in again, or"
+        " use --isolation auto; without a RAM limit, these work: weighin recommend, predict, and bench without --ram\n",
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import leftovers
 import pytest
+from docker.errors import NotFound
 
 from weighin import child_process
 from weighin.cell import Cell, Job, ModelSpec
@@ -84,6 +85,17 @@ def test_an_engine_that_starts_a_command_outside_the_containers_group_is_refused
     with pytest.raises(IsolationUnavailable, match=r"outside its container's cgroup") as caught:
         start("pass")
     assert "systemctl --user start docker" in caught.value.repair
+
+
+def test_an_engine_that_cannot_limit_a_container_that_runs_is_refused(
+    isolation: DockerIsolation, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def update(*_: object, **__: object) -> None:
+        raise NotFound("page not found")
+
+    monkeypatch.setattr(isolation._client, "update_container", update)
+    with pytest.raises(IsolationUnavailable, match=r"\(Podman 4.3 cannot\): page not found"):
+        start("pass", limit_bytes=64 * MIB)
 
 
 def ended(running: Running) -> Exit:

@@ -224,8 +224,8 @@ def test_an_ordinary_user_without_docker_is_measured_and_told_that_nothing_was_l
     assert (ended.code, ended.left) == (0, [])
     why, limited, *_ = ended.err.splitlines()
     assert why == (
-        "note: isolation process: no Docker engine answers at unix:///nonexistent; "
-        "this user may not create memory cgroups"
+        "note: isolation process: no Docker engine answers at unix:///nonexistent: No such"
+        " file or directory; this user may not create memory cgroups"
     )
     assert f"{limited}\n" == NOT_LIMITED
     lines = (home / "run" / "records.jsonl").read_text().splitlines()

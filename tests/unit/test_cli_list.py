@@ -66,8 +66,7 @@ def test_only_the_list_of_isolations_tries_them(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     _, text = shown("list", "isolations", columns=100)
     assert (
-        "           does not work here: no Docker engine answers at unix:///nonexistent. set"
-        in text
+        "           does not work here: no Docker engine answers at unix:///nonexistent: No" in text
     )
     assert "works here" not in shown("list")[1]
 

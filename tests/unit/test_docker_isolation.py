@@ -3,13 +3,11 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from docker.errors import NotFound
 from recorded_engine import CONTAINER, Answer, RecordedEngine, playing
 from scripts import JOB
 
@@ -18,7 +16,7 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import cgroup, select
 from weighin.isolation import docker as docker_isolation
 from weighin.isolation.base import Streams
-from weighin.isolation.docker import DockerIsolation, DockerStarted
+from weighin.isolation.docker import DockerIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE, this_process
 from weighin.units import MIB
 
@@ -78,15 +76,36 @@ def test_auto_passes_a_foreign_engine_and_says_so(
     )
 
 
-@pytest.mark.parametrize("field", ["MemoryLimit", "SwapLimit"])
-def test_an_engine_that_cannot_limit_does_not_pass(
-    engine: RecordedEngine, field: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        (
+            "MemoryLimit",
+            False,
+            "cannot limit the memory and swap of a container\nboot with cgroup_",
+        ),
+        ("SwapLimit", False, "cannot limit the memory and swap of a container\nboot with cgroup_"),
+        ("KernelVersion", "6.12.5-linuxkit", "are not visible here\nrun weighin on the engine's"),
+    ],
+)
+def test_an_engine_that_cannot_limit_here_does_not_pass(
+    engine: RecordedEngine, field: str, value: object, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroup, "swap_is_on", lambda: True)
-    engine.has("GET /info", **{field: False})
-    with pytest.raises(IsolationUnavailable):
+    engine.has("GET /info", **{field: value})
+    with pytest.raises(IsolationUnavailable, match=why):
         DockerIsolation().check()
     assert engine.calls() == []
+
+
+def test_an_engine_that_counts_no_swap_passes_on_a_machine_without_any(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "swap_is_on", lambda: False)
+    engine.has("GET /info", SwapLimit=False, KernelVersion=os.uname().release)
+    with pytest.raises(IsolationUnavailable, match="are not visible here"):  # it was tried
+        DockerIsolation().check()
+    engine.attached().close()
 
 
 def test_a_container_whose_first_process_ends_at_once(engine: RecordedEngine) -> None:
@@ -94,23 +113,6 @@ def test_a_container_whose_first_process_ends_at_once(engine: RecordedEngine) ->
     with pytest.raises(IsolationUnavailable, match=r"weighin's shell.* did not start"):
         start()
     engine.attached().close()
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("page not found", pytest.raises(IsolationUnavailable, match="cannot limit a container")),
-        ("No such container: ID", pytest.raises(NotFound, match="No such container")),
-    ],
-)
-def test_an_engine_that_answers_a_limit_with_404(
-    engine: RecordedEngine, message: str, expected: AbstractContextManager[object]
-) -> None:
-    engine.says("POST /containers/ID/update", Answer(404, {"message": message}))
-    started = object.__new__(DockerStarted)
-    started._client, started._container = docker_isolation.connect(), CONTAINER
-    with expected:
-        started._limit(64 * MIB)
 
 
 def test_the_empty_image_is_made_where_it_is_missing(engine: RecordedEngine) -> None:

@@ -11,7 +11,6 @@ stops itself, so that weighin can find it, limit it and reset the peak, and then
 
 import io
 import os
-import re
 import secrets
 import signal
 import socket
@@ -21,7 +20,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from math import inf
@@ -50,21 +49,12 @@ _NOT_STARTED: Final = (
     "weighin's shell, which starts the command in the container, did not start",
     "see whether a shell starts without weighin: docker run IMAGE sh",
 )
-_NO_UPDATE: Final = (
-    "the engine cannot limit a container that runs (Podman 4.3 cannot)",
-    "use Docker, or --isolation cgroup or process",
-)
-_NOT_MOVED: Final = (
-    "the engine starts a command outside its container's cgroup, where it has no limit",
-    "start a rootless engine as a service of your user: systemctl --user start docker",
-)
 _ELSEWHERE: Final = (
     "weighin needs a Docker engine on this machine: the processes of the current Docker engine are not"
     " visible here",
     "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
 )
-ENGINE_ERRORS: Final = (DockerException, exceptions.RequestException)
-"""All errors that the SDK raises: its own errors, and errors of its HTTP library."""
+_ERRORS: Final = (DockerException, exceptions.RequestException)  # of the SDK and its HTTP library
 _BARRIER: Final = (
     "kill -STOP $$; unset PWD OLDPWD SHLVL;"
     ' while [ "$1" != -- ]; do export "$1"; shift; done; shift; exec "$@"'
@@ -75,9 +65,7 @@ NOT_FOR_SHELLS: Final = frozenset(
 """Variables for the command alone: the shells' loader would obey them, or a shell sets them itself."""
 _BIRTH_S: Final = 30.0
 _OUTPUT_S: Final = 5.0  # for output that the command has written before its end
-_RESIZE_S: Final = 0.25
 _PAUSE_S: Final = 0.002
-_REMOVE_S: Final = 10.0
 IMAGE: Final = "localhost/weighin-empty:latest"  # Podman needs a registry, and knows no other tag
 _TMP: Final = "/tmp"  # noqa: S108 (inside the container)
 _TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's default for /dev/shm
@@ -109,7 +97,15 @@ class DockerIsolation(Isolation):
     def check(self) -> None:
         if self._info.get("ID") in _tried:
             return
-        check_engine(self._info)
+        if self._info.get("KernelVersion") not in (None, os.uname().release):
+            raise IsolationUnavailable(*_ELSEWHERE)
+        # Podman says of cgroup v2 that it cannot limit swap; without swap, no container can use any.
+        limits_swap = self._info.get("SwapLimit") or not cgroup.swap_is_on()
+        if not (self._info.get("MemoryLimit") and limits_swap):
+            raise IsolationUnavailable(
+                "the Docker engine cannot limit the memory and swap of a container",
+                "boot with cgroup_enable=memory swapaccount=1 on the kernel's command line",
+            )
         with Path(os.devnull).open("r+b", buffering=0) as nothing:
             streams = Streams(*[nothing.fileno()] * 3)
             cell = Cell(ModelSpec("", ""), "check", self.name, ram_limit_bytes=_TMPFS_BYTES)
@@ -248,52 +244,33 @@ class DockerStarted(Running):
         self._first_pid, self._first_stdin = 0, None  # of the container's first process
         self._pump: Any = None
         try:
-            self._pump = _Pump(self, streams)
-            terminal = self._pump.is_terminal
+            self._pump = _Pump(streams, self.send_signal)
             with explained("run a container"):
-                asked = {"stdin": 1, "stream": 1}
-                self._first_stdin = client.attach_socket(container, params=asked)
-                client.start(container)
-                group = self.cgroup = self._find_group()
-                self.exec = client.exec_create(container, stdin=True, tty=terminal, **told)["Id"]
-                self._pump.stream = client.exec_start(self.exec, tty=terminal, socket=True)
-                self._await_barrier(group)
-                if limit_bytes is not None:
-                    self._limit(limit_bytes)
-            self.opened = groups.Cgroup(group, groups.pressure_file_of(self.pid))
-            self.opened.reset_peak()  # so that the peak does not include the container's own start
+                self._start(told, limit_bytes)
             self._pump.begin()
             os.kill(self.pid, signal.SIGCONT)
         except BaseException:
             self.close()
             raise
 
-    def _limit(self, limit_bytes: int) -> None:
-        try:  # equal limits: no swap
-            self._client.update_container(
-                self._container, mem_limit=limit_bytes, memswap_limit=limit_bytes
-            )
-        except NotFound as error:
-            if "no such container" in first_line(error).lower():  # it was removed meanwhile
-                raise
-            raise IsolationUnavailable(*_NO_UPDATE) from None  # no such call
-
-    def _find_group(self) -> Path:
-        first = int(self._client.inspect_container(self._container)["State"]["Pid"])
-        if not first:
+    def _start(self, told: Mapping[str, Any], limit_bytes: int | None) -> None:
+        """Start the container, and the shell of the command, which stops itself."""
+        client, terminal = self._client, self._pump.is_terminal
+        asked = {"stdin": 1, "stream": 1}
+        self._first_stdin = client.attach_socket(self._container, params=asked)
+        client.start(self._container)
+        self._first_pid = int(client.inspect_container(self._container)["State"]["Pid"])
+        if not self._first_pid:  # it has ended
             raise IsolationUnavailable(*_NOT_STARTED)
-        with suppress(OSError):
-            if self._container in read_text(f"/proc/{first}/cgroup"):
-                self._first_pid = first
-                if group := groups.memory_cgroup_of(first):
-                    return group
-        raise IsolationUnavailable(*_ELSEWHERE)
-
-    def _await_barrier(self, group: Path) -> None:
-        """Wait until the shell of the command has stopped itself, in the container's group."""
+        group = groups.memory_cgroup_of(self._first_pid)
+        if group is None or self._container not in str(group):
+            raise IsolationUnavailable(*_ELSEWHERE)
+        self.cgroup = group
+        self.exec = client.exec_create(self._container, stdin=True, tty=terminal, **told)["Id"]
+        self._pump.stream = client.exec_start(self.exec, tty=terminal, socket=True)
         deadline = time.monotonic() + _BIRTH_S
         while not self.pid:
-            state = self._client.exec_inspect(self.exec)
+            state = client.exec_inspect(self.exec)
             is_over = not state["Running"] and state["ExitCode"] is not None
             if is_over or time.monotonic() > deadline:
                 raise IsolationUnavailable(*_NOT_STARTED)
@@ -304,11 +281,26 @@ class DockerStarted(Running):
                     self.process = child_process.open_process(self.pid)
             time.sleep(_PAUSE_S)
         if groups.outside(self.pid, group):
-            raise IsolationUnavailable(*_NOT_MOVED)
-
-    def resize(self, size: os.terminal_size) -> None:
-        with suppress(*ENGINE_ERRORS):  # the command has ended
-            self._client.exec_resize(self.exec, size.lines, size.columns)
+            raise IsolationUnavailable(
+                "the engine starts a command outside its container's cgroup, where it has no limit",
+                "start a rootless engine as a service of your user: systemctl --user start docker",
+            )
+        if limit_bytes is not None:
+            limits = {"mem_limit": limit_bytes, "memswap_limit": limit_bytes}  # equal: no swap
+            try:
+                client.update_container(self._container, **limits)
+            except NotFound as error:  # no such call
+                raise IsolationUnavailable(
+                    "the engine cannot limit a container that runs (Podman 4.3 cannot):"
+                    f" {first_line(error)}",
+                    "use Docker, or --isolation cgroup or process",
+                ) from None
+        if terminal:
+            columns, lines = os.get_terminal_size(self._pump.files[0])
+            with suppress(*_ERRORS):  # of a terminal without a size
+                client.exec_resize(self.exec, lines, columns)
+        self.opened = groups.Cgroup(group, groups.pressure_file_of(self.pid))
+        self.opened.reset_peak()  # so that the peak does not include the container's own start
 
     def has_ended(self) -> bool:
         if self.ended or self.process:
@@ -369,64 +361,56 @@ class _Pump:
     reaches the command. Otherwise, the engine sends the streams in frames.
     """
 
-    def __init__(self, command: DockerStarted, streams: Streams) -> None:
+    def __init__(self, streams: Streams, send_signal: Callable[[int], None]) -> None:
         self.stream: Any = None
-        self._command = command
+        self._send_signal = send_signal
         # Another file may have got the number of a closed standard stream by now.
         own = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
         files = [n if file is None and own[n] else file for n, file in enumerate(streams)]
-        self._files = [None if file is None else os.dup(file) for file in files]
-        self._is_in_background = False  # a read of standard input would then stop this process
         with suppress(OSError, TypeError):  # no terminal, or not that of this session
-            self._is_in_background = os.tcgetpgrp(self._files[0]) != os.getpgrp()  # type: ignore[arg-type]
-        is_terminal = all(file is not None and os.isatty(file) for file in self._files)
-        self.is_terminal = is_terminal and not self._is_in_background
-        self._size: os.terminal_size | None = None
-        self._mode: list[Any] | None = None
+            if os.tcgetpgrp(files[0]) != os.getpgrp():  # type: ignore[arg-type]
+                files[0] = None  # a read in the background would stop this process
+        self.files = [None if file is None else os.dup(file) for file in files]
+        self.is_terminal = all(file is not None and os.isatty(file) for file in self.files)
+        self._mode: list[Any] | None = None  # of the user's terminal
         self._is_writing = False
-        self._woken, self._wake = os.pipe()
+        self._over = os.eventfd(0)
         self._output = threading.Thread(target=self._pass_output, name="output", daemon=True)
         self._input = threading.Thread(target=self._pass_input, name="input", daemon=True)
 
     def begin(self) -> None:
         self._socket: socket.socket = getattr(self.stream, "_sock", self.stream)
         self._socket.settimeout(None)
-        if self.is_terminal and self._files[0] is not None:
-            self._follow_size(self._files[0])
-            self._mode = termios.tcgetattr(self._files[0])
-            tty.setraw(self._files[0], termios.TCSADRAIN)
+        if self.is_terminal and self.files[0] is not None:
+            self._mode = termios.tcgetattr(self.files[0])
+            tty.setraw(self.files[0], termios.TCSADRAIN)
         self._output.start()
-        if not self._is_in_background:
-            self._input.start()
+        self._input.start()
 
     def finish(self) -> None:
-        """Copy the rest of the output, and restore the terminal, after the end of all processes."""
-        deadline = time.monotonic() + _OUTPUT_S
+        """Copy the rest of the output, after the end of all processes, and close."""
         while self._output.is_alive():
-            self._output.join(0.05)
-            if time.monotonic() > deadline and not self._is_writing:  # a slow reader may block it
+            self._output.join(_OUTPUT_S)
+            if not self._is_writing:  # a slow reader may block it
                 self._end_stream()
-        self._end_input()
-
-    def _end_input(self) -> None:
-        os.write(self._wake, b"\n")
-        if self._input.is_alive():
-            self._input.join(_OUTPUT_S)
-        if self._mode is not None and self._files[0] is not None:
-            termios.tcsetattr(self._files[0], termios.TCSADRAIN, self._mode)
-            self._mode = None
+        self.close()
 
     def close(self) -> None:
-        if self._wake >= 0:
-            if self._output.is_alive():
-                self._end_stream()
-                self._output.join(_OUTPUT_S)
-            self._end_input()
-            _close_stream(self.stream)
-            self._close(0, 1, 2)
-            os.close(self._woken)
-            os.close(self._wake)
-            self._wake = -1
+        """Restore the terminal, and close all files. Repeated calls do nothing."""
+        if self._over < 0:
+            return
+        os.eventfd_write(self._over, 1)
+        if self._output.is_alive():
+            self._end_stream()
+        for thread in (self._output, self._input):
+            if thread.is_alive():
+                thread.join(_OUTPUT_S)
+        if self._mode is not None and self.files[0] is not None:
+            termios.tcsetattr(self.files[0], termios.TCSADRAIN, self._mode)
+        _close_stream(self.stream)
+        self._close(0, 1, 2)
+        os.close(self._over)
+        self._over = -1
 
     def _end_stream(self) -> None:
         with suppress(OSError):
@@ -435,42 +419,30 @@ class _Pump:
     def _pass_output(self) -> None:
         with suppress(OSError, SocketError):  # reset by the engine, or closed here
             for number, data in frames_iter(self.stream, self.is_terminal):  # type: ignore[no-untyped-call]
-                if (file := self._files[number]) is not None:
+                if (file := self.files[number]) is not None:
                     self._is_writing = True
                     if not child_process.write(file, data):
                         self._close(number)
                         # Without a container, the command would get this signal.
-                        self._command.send_signal(signal.SIGPIPE)
+                        self._send_signal(signal.SIGPIPE)
                     self._is_writing = False
         self._close(1, 2)
 
     def _close(self, *numbers: int) -> None:
         for number in numbers:
-            if (file := self._files[number]) is not None:
-                self._files[number] = None
+            if (file := self.files[number]) is not None:
+                self.files[number] = None
                 os.close(file)
 
     def _pass_input(self) -> None:
-        stdin = self._files[0]
         with suppress(OSError):  # the command has ended
-            while stdin is not None:
-                pause_s = _RESIZE_S if self.is_terminal else inf
-                found = child_process.ready([stdin, self._woken], pause_s)
-                if self._woken in found:
+            while (stdin := self.files[0]) is not None:
+                if self._over in child_process.ready([stdin, self._over], inf):
                     return
-                if self.is_terminal:
-                    self._follow_size(stdin)
-                if stdin in found:
-                    if not (data := os.read(stdin, 64 * 1024)):
-                        break
-                    self._socket.sendall(data)
+                if not (data := os.read(stdin, 64 * 1024)):
+                    break
+                self._socket.sendall(data)
             self._socket.shutdown(socket.SHUT_WR)
-
-    def _follow_size(self, terminal: int) -> None:
-        with suppress(OSError):
-            if (size := os.get_terminal_size(terminal)) != self._size:
-                self._size = size
-                self._command.resize(size)
 
 
 def _close_stream(stream: Any) -> None:
@@ -481,37 +453,25 @@ def _close_stream(stream: Any) -> None:
 
 
 def remove(client: docker.APIClient, container: str) -> None:
-    deadline = time.monotonic() + _REMOVE_S
-    with explained(f"remove the container {container}"):
-        while True:
-            try:
-                return client.remove_container(container, v=True, force=True)
-            except NotFound:
-                return None
-            except APIError as error:
-                is_under_way = error.status_code == codes.conflict
-                if not is_under_way or time.monotonic() > deadline:
-                    raise
-            time.sleep(0.02)
+    with explained(f"remove the container {container}"), suppress(NotFound):
+        try:
+            client.remove_container(container, v=True, force=True)
+        except APIError as error:
+            if error.status_code != codes.conflict:
+                raise
+            client.wait(container, timeout=10, condition="removed")  # it is being removed
 
 
 @contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turn an SDK error into IsolationUnavailable: "the Docker engine could not {doing}"."""
+    """Turn an SDK error into IsolationUnavailable, in the engine's words."""
     try:
         yield
-    except ENGINE_ERRORS as error:
-        message = f"the Docker engine could not {doing}: {first_line(error)}"
-        repair = "see the log of the Docker engine: sudo journalctl -u docker"
-        if isinstance(error, exceptions.ConnectionError):
-            message = f"the Docker engine has stopped: it could not {doing}"
-            repair = "start the Docker engine again: sudo systemctl start docker"
-        elif isinstance(error, ImageNotFound):
+    except _ERRORS as error:
+        repair = "see docker info, and sudo journalctl -u docker; or use another --isolation"
+        if isinstance(error, ImageNotFound):
             repair = "docker pull IMAGE; or leave --image out, to see this machine's own programs"
-        elif "minimum memory limit" in message.lower():
-            repair = "give a larger --ram, or use --isolation cgroup"
-        elif "bind source path does not exist" in message or "mounts denied" in message.lower():
-            repair = "use an engine that runs on this machine, or --isolation cgroup or process"
+        message = f"the Docker engine could not {doing}: {first_line(error)}"
         raise IsolationUnavailable(message, repair) from error
 
 
@@ -535,31 +495,9 @@ def connect() -> docker.APIClient:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.connect(address.removeprefix("unix://"))
         return docker.APIClient(base_url=address, tls=settings.get("tls") or False)
-    except PermissionError:
-        message = f"this user has no permission to use the Docker engine at {address}"
-        repair = "sudo usermod -aG docker $USER, then log in again"
-    except (FileNotFoundError, ConnectionRefusedError):
-        message = f"no Docker engine answers at {address}"
-        repair = "set DOCKER_HOST to the address of an engine that runs, or unset it"
-        if "DOCKER_HOST" not in os.environ:
-            repair = "start the Docker engine: sudo systemctl start docker"
-    except (*ENGINE_ERRORS, OSError) as error:
-        message = f"cannot talk to the Docker engine at {address}: {first_line(error)}"
-        repair = "run docker info, and check DOCKER_HOST"
-    raise IsolationUnavailable(message, repair)
-
-
-def check_engine(info: dict[str, Any]) -> None:
-    """Refuse an engine (``docker info``) that is elsewhere, or cannot limit RAM and swap."""
-    kernel = os.uname().release
-    # The engine writes 6.1 as 6.1.0.
-    same = (None, kernel, re.sub(r"^(\d+\.\d+)(?!\.?\d)", r"\1.0", kernel))
-    if info.get("KernelVersion") not in same:
-        raise IsolationUnavailable(*_ELSEWHERE)
-    # Podman says of cgroup v2 that it cannot limit swap; without swap, no container can use any.
-    if not (info.get("MemoryLimit") and (info.get("SwapLimit") or not cgroup.swap_is_on())):
+    except (*_ERRORS, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise IsolationUnavailable(
-            "the Docker engine cannot limit the memory and swap of a container",
-            "boot with cgroup_enable=memory swapaccount=1 on the kernel's command line"
-            " (/etc/default/grub: GRUB_CMDLINE_LINUX, then sudo update-grub and reboot)",
-        )
+            f"no Docker engine answers at {address}: {why}",
+            "sudo systemctl start docker; for permission: sudo usermod -aG docker $USER, and log in again",
+        ) from None

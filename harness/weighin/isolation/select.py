@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Final
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, IsolationUnavailable, UnknownName
@@ -13,14 +12,6 @@ from weighin.units import format_bytes, format_exact
 
 NAMES = ("docker", "cgroup", "process")
 """All isolations, in the order in which ``auto`` tries them."""
-
-_WITHOUT_LIMIT: Final = (
-    "without a RAM limit, these work: weighin recommend, predict, and bench without --ram"
-)
-_ON_NODES: Final = (
-    "find the fault (weighin doctor, on that node), or name an isolation that works on some nodes, and"
-    " weighin measures only on those"
-)
 
 
 def named(name: str, image: str = "") -> Isolation:
@@ -51,42 +42,38 @@ def choose(
     machine that runs the cells instead of this one, why an isolation does not work there: ``auto`` takes
     what works on all, a named one need work only on one.
     """
-    refused: list[IsolationUnavailable] = []
+    whys: list[str] = []
+    repairs: list[str] = []
     for candidate in (name,) if name != "auto" else NAMES if containers else NAMES[1:]:
         isolation = named(candidate, image)
         if limited and not isolation.limits:
             continue
-        reasons = [
+        broken = [
             f"{candidate} on {n}: {of[candidate]}" for n, of in nodes.items() if of[candidate]
         ]
-        broken = [IsolationUnavailable(reason, _ON_NODES) for reason in reasons]
+        repair = "find the fault (weighin doctor, on that node)"
         try:
             if not nodes:
                 isolation.check()
         except IsolationUnavailable as error:
-            broken = [error]
-        if name != "auto" and 0 < len(broken) < len(nodes):
-            return isolation, f"these nodes take no part in the run: {'; '.join(reasons)}"
-        if not broken:
-            why = "; ".join(error.message for error in refused)
-            return isolation, f"isolation {candidate}: {why}" if why else ""
-        refused += broken
-    message = "; ".join(error.message for error in refused)
-    # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
-    repairs = list(dict.fromkeys(error.repair for error in reversed(refused) if error.repair))
+            broken, repair = [error.message], error.repair
+        whys += broken
+        if not broken or (name != "auto" and len(broken) < len(nodes)):
+            return isolation, f"isolation {candidate}: {'; '.join(whys)}" if whys else ""
+        if repair not in repairs:
+            repairs.insert(0, repair)  # the last isolation has the easiest repair
+    message = "; ".join(whys) or f"--isolation {name} cannot enforce a RAM limit"
     if name == "auto":
         can = "can enforce a RAM limit" if limited else "works"
         message = f"no isolation {can} {'on every node' if nodes else 'here'}: {message}"
     else:
-        try:
-            other, _ = choose("auto", limited=limited, nodes=nodes)
-            repairs.append(f"use --isolation {other.name}")
-        except IsolationUnavailable:
-            if not refused:
-                raise
-        message = message or f"--isolation {name} cannot enforce a RAM limit"
-    parts = [", or ".join(repairs), _WITHOUT_LIMIT if limited else ""]
-    raise IsolationUnavailable(message, "; ".join(filter(None, parts)))
+        repairs.append("use --isolation auto")
+    repair = ", or ".join(repairs)
+    if limited:
+        repair += (
+            "; without a RAM limit, these work: weighin recommend, predict, and bench without --ram"
+        )
+    raise IsolationUnavailable(message, repair)
 
 
 def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
