@@ -168,21 +168,10 @@ def test_makes_in_it_share_the_jobs_of_the_make_around(tmp_path: Path, isolation
     assert "jobserver" not in done.stderr
 
 
-@pytest.mark.parametrize("path", [True, False])
-def test_a_script_without_a_first_line_runs_in_a_shell(
-    tmp_path: Path, run: Callable[..., Any], path: bool
-) -> None:
-    (script := tmp_path / "script").write_text('echo "$1"\nexit 126\n')
+def test_what_the_kernel_cannot_start_is_refused(tmp_path: Path, run: Callable[..., Any]) -> None:
+    (script := tmp_path / "script").write_text("echo no first line\n")
     script.chmod(0o755)
-    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = run("script" if path else "./script", "two words", env=variables)
-    assert (done.stdout, done.returncode) == ("two words\n", 126)
-
-
-def test_a_program_of_another_machine_is_no_script(tmp_path: Path, run: Callable[..., Any]) -> None:
-    (program := tmp_path / "program").write_bytes(b"MZ\0\0\0")
-    program.chmod(0o755)
-    assert "Exec format error" in run("./program").stderr
+    assert "Exec format error" in run("./script").stderr
 
 
 @pytest.mark.parametrize("code", [0, 3, 126, 127])
@@ -234,18 +223,8 @@ def test_a_read_only_folder_does_not_stop_the_command(
 
 @pytest.mark.cgroup
 @pytest.mark.root
-@pytest.mark.parametrize("how", ["stopped", "frozen"])
-def test_a_time_out_ends_a_command_that_does_not_run(
-    run: Callable[..., Any], isolation: str, how: str
-) -> None:
-    freezer = Path("/sys/fs/cgroup/freezer")
-    if how == "frozen" and not freezer.exists():
-        how = "stopped"  # cgroup v2 ends frozen processes by itself
-    group = freezer / f"weighin-test-{os.getpid()}-{isolation}"
-    line = f"mkdir {group}; echo $$ > {group}/cgroup.procs; echo FROZEN > {group}/freezer.state"
-    done = run("sh", "-c", line if how == "frozen" else "kill -STOP $$", options=("--timeout", "1"))
-    if how == "frozen":
-        group.rmdir()
+def test_a_time_out_ends_a_command_that_is_stopped(run: Callable[..., Any], isolation: str) -> None:
+    done = run("sh", "-c", "kill -STOP $$", options=("--timeout", "1"))
     assert done.returncode == 137
     assert "Still running after 1 s" in done.stderr
 

@@ -189,10 +189,10 @@ class Kernel:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
 
     def _enable(self, group: Path, controller: str) -> None:
-        if group not in self._roots and self._members(group):
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(group))
         if controller not in (group / "cgroup.controllers").read_text().split():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(group))
+        if group not in self._roots and self._members(group):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(group))
         control = group / "cgroup.subtree_control"
         self._write(control, f"{control.read_text()} {controller}")
         for child in group.iterdir():

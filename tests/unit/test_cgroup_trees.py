@@ -1,10 +1,8 @@
 """Cells in cgroups of every kind: their groups, their limits, and that nothing of them is left."""
 
 import os
-import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -111,23 +109,14 @@ def test_a_machine_without_a_memory_controller(kernel: Kernel) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("user", "sudo", "repair"),
-    [
-        (0, "/usr/bin/sudo", "in a container, start it with the option --privileged"),
-        (1000, "/usr/bin/sudo", "run it as root: sudo env PATH=$PATH weighin ..."),
-        (1000, None, "run it as root"),
-    ],
-)
-def test_a_user_who_may_make_no_group_is_told_what_to_do(
-    hybrid: Kernel, monkeypatch: pytest.MonkeyPatch, user: int, sudo: str | None, repair: str
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    monkeypatch.setattr(shutil, "which", lambda _: sudo)
+def test_a_user_who_may_make_no_group_is_told_what_to_do(hybrid: Kernel) -> None:
     hybrid.refused.add(hybrid.memory)
     with pytest.raises(IsolationUnavailable) as caught:
         CgroupIsolation().check()
-    assert str(caught.value) == f"{MAY_NOT}\n{repair}"
+    assert str(caught.value) == (
+        f"{MAY_NOT}\nrun it as root (sudo env PATH=$PATH weighin ...); start a container with"
+        " --privileged"
+    )
 
 
 def test_a_group_that_the_kernel_refuses(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +124,8 @@ def test_a_group_that_the_kernel_refuses(kernel: Kernel, monkeypatch: pytest.Mon
     kernel.refused.add(kernel.memory)
     with pytest.raises(IsolationUnavailable) as caught:
         CgroupIsolation().check()
-    assert caught.value.message == (
-        f"cannot create a memory cgroup in {kernel.memory}: Permission denied"
-    )
+    assert caught.value.message.startswith(f"cannot create the memory cgroup {kernel.memory}/weigh")
+    assert caught.value.message.endswith(": Permission denied")
 
 
 def test_a_group_for_psi_that_cannot_be_made_is_left_out(hybrid: Kernel) -> None:
@@ -296,7 +284,8 @@ def test_a_process_that_does_not_end_is_named_with_its_group(
     with pytest.raises(StillRunning) as caught, temporary_group() as group:
         kernel.busy.add(group)
     assert caught.value.message == (
-        f"a process in the cgroup {group} does not end, not even after SIGKILL"
+        f"the cgroup {group} cannot be removed after SIGKILL to its processes: Device or resource"
+        " busy"
     )
     assert group.exists()
 
@@ -333,17 +322,16 @@ def test_a_removal_waits_for_a_process_that_ends_late(
     assert len(waits) == 1
 
 
-def test_the_groups_of_a_worker_that_does_not_end_are_tried_once(
+def test_the_groups_of_a_worker_that_does_not_end_can_be_removed_later(
     hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = Started(("sleep", "60"), groups=(groups := cgroup.make()))
+    monkeypatch.setattr(cgroup, "PATIENCE_S", 0)
     hybrid.busy.add(groups[0])
-    began_s = time.monotonic()
     with monkeypatch.context() as patch:
         patch.setattr(Started, "reap", lambda _: Exit(None, still_runs=True))
         with pytest.raises(StillRunning):
             running.close()
-    assert time.monotonic() - began_s < 5
     assert hybrid.groups() == [groups[0]]
     hybrid.busy.clear()
     running.close()

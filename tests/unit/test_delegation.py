@@ -119,8 +119,6 @@ def test_a_group_whose_processes_fork_again_and_again_is_no_root(
 
     monkeypatch.setattr(v2, "put", fork)
     assert cgroup.groups_root() is None
-    assert str(os.getpid()) in (group / "cgroup.procs").read_text().split()  # as it was before
-    assert not (group / "weighin-parent").exists()
 
 
 def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:

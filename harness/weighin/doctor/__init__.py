@@ -1,14 +1,13 @@
 """``weighin doctor``: test which limits this machine can enforce and which figures it can measure.
 
-weighin tests each capability of the machine, and infers none from version numbers: what a cgroup can
-measure is tested in a temporary cgroup.
+Each capability is tested, in a temporary cgroup for example, and none inferred from version numbers.
 """
 
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -47,8 +46,6 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The rows of the table."""
-
     capabilities: tuple[Capability, ...]
 
     @property
@@ -137,17 +134,12 @@ def _slow_disk() -> Capability:
 
 
 def _figures() -> Iterator[Capability]:
-    exact = "exact: VmHWM, reset through clear_refs"
-    why = "/proc/self/clear_refs cannot be written, as in a sandbox that is not Linux itself"
+    exact, why = "exact: VmHWM, reset through clear_refs", "/proc/self/clear_refs is read-only"
     resets = os.access("/proc/self/clear_refs", os.W_OK)
     yield _row("peak RSS of each phase", resets, exact, "no", why)
-    try:
-        with cgroup.temporary_group() as group:
-            yield from of_group(Cgroup(group))
-    except HarnessError as error:
-        why = f"{error.message}: not measured with --isolation cgroup; docker has its own cgroups"
-        verdict: Verdict = "partly" if memory_hierarchy() else "no"
-        yield Capability("figures of the cell's cgroup", verdict, why)
+    # The row of the isolation says why there is no group.
+    with suppress(HarnessError), cgroup.temporary_group() as group:
+        yield from of_group(Cgroup(group))
     stalls = pressure_hierarchy() is not None and Path("/proc/pressure/memory").exists()
     exact = "exact: memory.pressure of the cell's cgroup; not with docker on cgroup v1"
     why = "missing: it needs a cgroup v2 tree, and a kernel with PSI (boot with psi=1)"
@@ -157,10 +149,8 @@ def _figures() -> Iterator[Capability]:
         file.write(bytes(MIB))
         file.flush()
         left = page_cache.drop([Path(file.name)])
-    why = f"{folder} keeps its pages: is it a tmpfs?"
-    if left is None:
-        why = f"{folder}: this kernel does not tell which pages are cached"
     yes = f"files in {folder} are evicted, and checked"
+    why = f"{folder} keeps its pages, as a tmpfs, or this kernel does not tell it"
     yield _row("cold page cache", left == 0, yes, "no", why)
 
 

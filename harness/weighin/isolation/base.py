@@ -35,15 +35,13 @@ class Exit:
 
     @property
     def shell_code(self) -> int | None:
-        """The exit code as a shell gives it: 128 + n for signal n."""
         return self.code if self.signal is None else 128 + self.signal
 
     @property
     def signal_name(self) -> str:
-        """The signal's name: "SIGTERM", or "signal 40" of a real-time signal; empty without a signal."""
         try:
             return signal.Signals(self.signal).name if self.signal else ""
-        except ValueError:
+        except ValueError:  # a real-time signal
             return f"signal {self.signal}"
 
 
@@ -53,11 +51,11 @@ class Running(ABC):
     pid = 0  # the first process's, as weighin's process sees it
     process: int | None = None  # its pidfd; None if the kernel gives none
     cgroup: Path | None = None
-    # What weighin cannot see; after ``close``, also the processes that it was not allowed to kill.
-    unseen = ""
+    unseen = ""  # what weighin cannot see
     shares_terminal = False  # whether the terminal itself sends Ctrl-C to the command
-    # The cgroup, if its peak was reset at the start; on v2, only this object's open file shows the reset.
-    opened: Cgroup | None = None
+    opened: Cgroup | None = (
+        None  # if its peak was reset: on v2, only this open file shows the reset
+    )
     ended: Exit | None = None  # how the first process ended, when it was reaped
 
     def wait(self, timeout_s: float) -> bool:
@@ -97,8 +95,6 @@ class Running(ABC):
 
 
 class Isolation(Protocol):
-    """A way to run workers and commands apart from this process."""
-
     name: str
     limits: bool  # whether it can enforce a RAM limit
 

@@ -1,12 +1,9 @@
 """The memory cgroups of cells: where this user may make them, and their start, limits and end.
 
-cgroup v2 lets an ordinary user limit memory only in a *delegated* subtree. The systemd user manager
-creates a delegated subtree (a scope) on request. ``enter_scope`` runs weighin again inside one.
-Sources: "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP_DELEGATION.md.
-
-If the machine has the memory controller on cgroup v1 and also a v2 tree (hybrid), a cell also has a
-group in the v2 tree, because only v2 has PSI. A group's name contains the pid of the weighin process
-that made the group, so that a later run can remove the groups of a killed run.
+cgroup v2 lets an ordinary user limit memory only in a *delegated* subtree (a scope), which the systemd user
+manager creates on request: "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's
+CGROUP_DELEGATION.md. Beside the memory controller on v1, a cell also has a group in a v2 tree (hybrid), because
+only v2 has PSI. A group's name has the pid of its weighin process, so that a later run can remove it.
 """
 
 import errno
@@ -14,8 +11,8 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -23,12 +20,10 @@ from weighin import child_process
 from weighin.cell import Cell
 from weighin.child_process import PATIENCE_S, signal_each
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.phase_reporter import read_text
 from weighin.probes import environment
 from weighin.probes.cgroup import (
     Cgroup,
     folders_of,
-    is_left_behind,
     limits_around,
     members_of,
     memory_cgroup_of,
@@ -38,15 +33,12 @@ from weighin.probes.cgroup import (
     pressure_hierarchy,
 )
 
-PARENT_LEAF = "weighin-parent"
-"""The leaf cgroup into which weighin moves the processes of its own group. cgroup v2 allows no
-process in a group that enables controllers for its children.
-"""
-
+# cgroup v2 allows no process in a group that enables controllers for its children.
+PARENT_LEAF = "weighin-parent"  # the leaf into which the processes of weighin's own group move
+PREFIX = "weighin."  # of the names of cells' groups
 _ENTERED = "WEIGHIN_DELEGATED"
-_PREFIX = "weighin."
 _SWAPS = Path("/proc/swaps")
-_PAUSE_S = 0.005
+_REPAIR = "run it as root (sudo env PATH=$PATH weighin ...); start a container with --privileged"
 _numbers = itertools.count()
 
 
@@ -112,75 +104,53 @@ def _group_of(pid: int) -> Path | None:
 
 def _enables_memory(folder: Path) -> bool:
     """Enable the memory controller for groups in ``folder``; say if this user can make such groups. The kernel
-    refuses it while the group has processes, which therefore move into a leaf, and stay. If the kernel
-    refuses it for another reason, they move back.
+    refuses it while the group has processes, which therefore move into a leaf, and stay.
     """
     control, leaf = folder / "cgroup.subtree_control", folder / PARENT_LEAF
     if not os.access(folder, os.W_OK):
         return False
-    before = members_of(leaf)
     for _ in range(10):  # while other processes start and end
         try:
             if "memory" not in control.read_text().split():
                 control.write_text("+memory")
         except OSError as error:
             if error.errno != errno.EBUSY:
-                break
+                return False
         else:
             return True
         with suppress(OSError):
             leaf.mkdir(exist_ok=True)
-            _move((folder / "cgroup.procs").read_text().split(), leaf)
-    _move([pid for pid in members_of(leaf) if pid not in before], folder)
-    with suppress(OSError):  # it was never made, or has processes of an earlier run
-        leaf.rmdir()
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with suppress(OSError):  # it has ended, or is not to be moved
+                (leaf / "cgroup.procs").write_text(pid)
     return False
-
-
-def _move(pids: Iterable[int | str], group: Path) -> None:
-    for pid in pids:
-        with suppress(OSError):  # it has ended, or is not to be moved
-            (group / "cgroup.procs").write_text(str(pid))
 
 
 def roots() -> list[Path]:
     """Return the folders for cgroups: in the memory controller's hierarchy, and in a hybrid's v2 tree."""
     if (root := groups_root()) is None:
-        raise IsolationUnavailable("this user may not create memory cgroups", _repair())
+        raise IsolationUnavailable("this user may not create memory cgroups", _REPAIR)
     pressure = pressure_hierarchy() if memory_hierarchy() == (1, root) else None
-    return [root, pressure] if pressure else [root]
-
-
-def _repair() -> str:
-    if os.geteuid() == 0:
-        return "in a container, start it with the option --privileged"
-    if shutil.which("sudo"):
-        return "run it as root: sudo env PATH=$PATH weighin ..."
-    return "run it as root"
+    return [root, pressure] if pressure and os.access(pressure, os.W_OK) else [root]
 
 
 def make(cell: Cell | None = None) -> list[Path]:
     """Create cgroups with the limits of a cell."""
-    name = f"{_PREFIX}{owned_name(next(_numbers))}"
-    groups: list[Path] = []
-    for root in roots():
+    name = f"{PREFIX}{owned_name(next(_numbers))}"
+    groups = [root / name for root in roots()]
+    with ExitStack() as made:
+        made.callback(remove, groups)
         try:
-            (root / name).mkdir()
+            for group in groups:
+                group.mkdir()
         except OSError as error:
-            if groups:
-                break  # the second group only adds PSI, which a record may lack
-            raise IsolationUnavailable(
-                f"cannot create a memory cgroup in {root}: {error.strerror}", _repair()
-            ) from None
-        groups.append(root / name)
-    try:
+            why = f"cannot create the memory cgroup {error.filename}: {error.strerror}"
+            raise IsolationUnavailable(why, _REPAIR) from None
         if cell and cell.ram_limit_bytes is not None:
             limit(groups[0], cell.ram_limit_bytes)
         if cell and cell.ram_high_bytes is not None:
             (groups[0] / "memory.high").write_text(str(cell.ram_high_bytes))
-    except BaseException:
-        remove(groups)
-        raise
+        made.pop_all()
     return groups
 
 
@@ -215,32 +185,18 @@ def swap_is_on() -> bool:
 
 
 def kill_members(group: Path) -> None:
-    pids = members_of(group)
     if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
         with suppress(OSError):
             kill.write_text("1")
     else:
-        signal_each(pids)
-    thaw(pids)
+        signal_each(members_of(group))
 
 
-def thaw(pids: Sequence[int]) -> None:
-    """Thaw the freezer groups of killed processes: on cgroup v1, SIGKILL ends no frozen process."""
-    freezers = [one.place for one in mounts() if "freezer" in one.options] if pids else []
-    for pid, mount in itertools.product(pids, freezers):
-        with suppress(OSError):  # it has ended, or the group is not this user's
-            lines = read_text(f"/proc/{pid}/cgroup").splitlines()
-            group = next((line.split(":", 2)[2] for line in lines if ":freezer:" in line), "/")
-            for above in (own := Path(f"{mount}{group}"), *own.parents):
-                if (state := above / "freezer.state").exists():
-                    state.write_text("THAWED")
-
-
-def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
-    """Kill the processes in cgroups and below, with ``waits`` for up to 10 s, and remove the cgroups.
-    StillRunning: a process does not end; the others were removed.
+def remove(groups: Sequence[Path]) -> None:
+    """Kill the processes in cgroups and below, and remove the cgroups. StillRunning: one cannot be removed for
+    10 s, for example for a process that does not end; the others were removed.
     """
-    deadline = time.monotonic() + PATIENCE_S * waits
+    deadline = time.monotonic() + PATIENCE_S
     left: OSError | None = None
     for group in groups:
         while group.exists():
@@ -254,22 +210,9 @@ def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
                 if time.monotonic() > deadline:
                     left = error
                     break
-                time.sleep(_PAUSE_S)
-    if left and left.errno == errno.EBUSY:
-        raise StillRunning(
-            f"a process in the cgroup {left.filename} does not end, not even after SIGKILL"
-        )
+                time.sleep(0.005)
     if left:
-        raise IsolationUnavailable(
-            f"cannot remove the cgroup {left.filename}: {left.strerror}", f"rmdir {left.filename}"
+        raise StillRunning(
+            f"the cgroup {left.filename} cannot be removed after SIGKILL to its processes:"
+            f" {left.strerror}"
         )
-
-
-def remove_stale() -> list[str]:
-    removed = []
-    for group in [group for root in roots() for group in root.glob(f"{_PREFIX}*")]:
-        if is_left_behind(group.name.removeprefix(_PREFIX)):
-            with suppress(StillRunning, IsolationUnavailable):
-                remove([group])
-                removed.append(f"cgroup {group}")
-    return removed

@@ -1,12 +1,12 @@
 """Run the worker (the measured process), or any command, in a Docker container with a RAM limit.
 
-The image is empty: the container sees this machine's own programs at their paths (``visible``), and so
-runs the same torch as a plain process. With ``--image``, a command runs in an image.
+The image is empty: the container sees this machine's own programs at their paths (``visible``), and so runs the
+same torch as a plain process. With ``--image``, a command runs in an image.
 
-The container's first process is a shell that only waits for the end of its standard input, which
-weighin holds open. The container and its cgroup thus outlive the measured process until weighin has
-read the counters, and end with weighin. The measured process is an exec in this container: a shell
-stops itself, so that weighin can find it, limit it and reset the peak, and then becomes the command.
+The container's first process is a shell that waits for the end of its standard input, which weighin holds open. So
+the container and its cgroup outlive the measured process until weighin has read the counters, and end with weighin.
+The measured process is an exec in this container: a shell stops itself, so that weighin can find it, limit it and
+reset the peak, and then becomes the command.
 """
 
 import io
@@ -63,7 +63,6 @@ NOT_FOR_SHELLS: Final = frozenset(
     ("LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "GLIBC_TUNABLES", "PWD", "OLDPWD", "SHLVL")
 )
 """Variables for the command alone: the shells' loader would obey them, or a shell sets them itself."""
-_BIRTH_S: Final = 30.0
 _OUTPUT_S: Final = 5.0  # for output that the command has written before its end
 _PAUSE_S: Final = 0.002
 IMAGE: Final = "localhost/weighin-empty:latest"  # Podman needs a registry, and knows no other tag
@@ -268,7 +267,7 @@ class DockerStarted(Running):
         self.cgroup = group
         self.exec = client.exec_create(self._container, stdin=True, tty=terminal, **told)["Id"]
         self._pump.stream = client.exec_start(self.exec, tty=terminal, socket=True)
-        deadline = time.monotonic() + _BIRTH_S
+        deadline = time.monotonic() + 30
         while not self.pid:
             state = client.exec_inspect(self.exec)
             is_over = not state["Running"] and state["ExitCode"] is not None
@@ -303,23 +302,22 @@ class DockerStarted(Running):
         self.opened.reset_peak()  # so that the peak does not include the container's own start
 
     def has_ended(self) -> bool:
-        if self.ended or self.process:
-            return bool(self.ended or child_process.ready([self.process or 0], 0))
-        with explained("report how a command ended"):
-            return not self._client.exec_inspect(self.exec)["Running"]
+        if self.process is None:
+            return self.ended is not None or groups.is_exiting(self.pid)
+        return self.ended is not None or bool(child_process.ready([self.process], 0))
 
     def reap(self) -> Exit:
         """Return how the command ended, after its other processes were killed and all output passed on."""
         if self.ended is None:
             self.kill()  # the engine waits for all processes that hold the output open
-            with explained("report how a command ended"):
-                self.ended = self._read_exit()
+            self.ended = self._read_exit()
             self._pump.finish()
         return self.ended
 
     def _read_exit(self) -> Exit:
         deadline, code = time.monotonic() + child_process.PATIENCE_S, 128 + signal.SIGKILL
-        with suppress(NotFound):  # the container was killed, and then removed
+        # NotFound: the container was killed, and then removed.
+        with explained("report how a command ended"), suppress(NotFound):
             while (state := self._client.exec_inspect(self.exec))["Running"]:
                 if time.monotonic() > deadline:
                     return Exit(None, still_runs=True)

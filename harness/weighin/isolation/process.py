@@ -1,6 +1,5 @@
 """Run a worker or a command on this machine: as a plain process, or in memory cgroups of its own."""
 
-import errno
 import itertools
 import os
 import shutil
@@ -8,8 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +15,7 @@ import psutil
 
 from weighin import child_process
 from weighin.cell import Cell
-from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, StillRunning
+from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
 from weighin.isolation import cgroup
 from weighin.isolation.base import OWN_STREAMS, Exit, Isolation, Running, Streams
 from weighin.phase_reporter import read_text
@@ -76,12 +74,15 @@ class ProcessIsolation(Isolation):
         """Kill the processes whose mark names an ended weighin process. One with the mark of this process or of
         one above it is spared: a killed run may have started the shell in which weighin runs now.
         """
-        above = [one.pid for one in psutil.Process().parents()]
-        ours, ended = {mark_of(pid) for pid in (os.getpid(), *above)}, dict[int, str]()
+        above = [os.getpid(), *(one.pid for one in psutil.Process().parents())]
+        ended = dict[int, str]()
         deadline = time.monotonic() + child_process.PATIENCE_S
         while time.monotonic() < deadline:
-            marks = {pid: mark for pid in psutil.pids() if (mark := mark_of(pid)) not in ours}
-            left = {pid: mark for pid, mark in marks.items() if mark and is_left_behind(mark)}
+            found = _marks()
+            ours = {found.get(pid) for pid in above}
+            left = {
+                p: mark for p, mark in found.items() if mark not in ours and is_left_behind(mark)
+            }
             if not left:
                 break
             child_process.signal_each(left)
@@ -106,7 +107,13 @@ class CgroupIsolation(ProcessIsolation):
             cgroup.limit(group, 2**40)
 
     def remove_stale(self) -> list[str]:
-        return cgroup.remove_stale()
+        removed = []
+        for group in [one for root in cgroup.roots() for one in root.glob(f"{cgroup.PREFIX}*")]:
+            if is_left_behind(group.name.removeprefix(cgroup.PREFIX)):
+                with suppress(StillRunning):
+                    cgroup.remove([group])
+                    removed.append(f"cgroup {group}")
+        return removed
 
     def describe(self) -> dict[str, str]:
         return {"groups": str(cgroup.groups_root())}
@@ -143,8 +150,7 @@ class Started(Running):
             variables.pop(PHASES_VARIABLE, None)
             variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
         try:
-            where = "" if is_worker else folder
-            self._popen = _start(command, variables, groups, where, streams, apart=is_worker)
+            self._popen = self._start(command, variables, folder, streams, is_worker)
         except BaseException:
             if self._tree:
                 self._tree.end()
@@ -154,6 +160,47 @@ class Started(Running):
         self.process = child_process.open_process(self.pid)
         if self._tree:
             self._tree.pid = self.pid
+
+    def _start(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        folder: str,
+        streams: Streams,
+        is_worker: bool,
+    ) -> "subprocess.Popen[Any]":
+        # Popen would go on to the next program of this name where the first is no binary.
+        program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+        here, files = os.getpid(), [f"{group}/cgroup.procs" for group in self.groups]
+
+        def begin() -> None:
+            """Enter the cgroups, and end with the parent, before the command's first instruction."""
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
+            for file in files:
+                os.write(os.open(file, os.O_WRONLY), b"0")  # 0 stands for the process that writes
+            child_process.end_with_parent(here)
+
+        try:
+            return subprocess.Popen(
+                command,
+                executable=program,
+                cwd=(not is_worker and folder) or None,
+                env=variables,
+                stdin=streams.stdin,
+                stdout=streams.stdout,
+                stderr=streams.stderr,
+                start_new_session=is_worker,
+                close_fds=is_worker,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
+                # Without one, Popen calls vfork.
+                preexec_fn=begin if files or not is_worker else None,  # noqa: PLW1509
+            )
+        except OSError as error:
+            if is_worker:
+                raise
+            raise ConfigError(
+                f"cannot start {command[0]!r} in {folder}: {error.strerror}",
+                "give a command as in a shell: weighin run -- python train.py",
+            ) from None
 
     def has_ended(self) -> bool:
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -180,73 +227,19 @@ class Started(Running):
             self._tree.kill()
 
     def close(self) -> None:
+        ended = self.ended
         try:
             self.send_signal(signal.SIGKILL)
-            if not self.ended and self.reap().still_runs:
-                with suppress(HarnessError):
-                    cgroup.remove(self.groups, waits=False)
-                raise StillRunning(
-                    f"the measured process {self.pid} does not end, not even after SIGKILL"
-                )
+            ended = ended or self.reap()
         finally:
-            if self._tree and (spared := self._tree.end()) and not self.groups:
-                self.unseen += f"; weighin may not end these of another user: {', '.join(spared)}"
+            if self._tree:
+                self._tree.end()
             super().close()
         cgroup.remove(self.groups)
-
-
-def _start(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    groups: Sequence[Path],
-    folder: str,
-    streams: Streams,
-    *,
-    apart: bool,
-) -> "subprocess.Popen[Any]":
-    """Start a command as a shell does; if ``apart``, in a session and process group of its own."""
-    # Popen would go on to the next program of this name where the first is no binary.
-    program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
-    here = os.getpid()
-    with ExitStack() as opened:
-        files = [opened.enter_context((group / "cgroup.procs").open("wb", 0)) for group in groups]
-
-        def begin() -> None:
-            """Enter the cgroups, and end with the parent, before the command's first instruction."""
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
-            for file in files:
-                file.write(b"0")  # 0 stands for the process that writes
-            child_process.end_with_parent(here)
-
-        start = partial(
-            subprocess.Popen,
-            cwd=folder or None,
-            env=variables,
-            stdin=streams.stdin,
-            stdout=streams.stdout,
-            stderr=streams.stderr,
-            start_new_session=apart,
-            close_fds=apart,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
-            preexec_fn=begin if groups or not apart else None,  # without one, Popen calls vfork
-        )
-        try:
-            try:
-                return start(command, executable=program)
-            except OSError as error:
-                # A shell runs a file without #! as a script, if no zero byte is at its beginning.
-                if error.errno != errno.ENOEXEC:
-                    raise
-                with Path(folder, program).open("rb") as file:
-                    if b"\0" in file.read(128):
-                        raise
-                return start(("/bin/sh", program, *command[1:]))
-        except OSError as error:
-            if apart:
-                raise
-            raise ConfigError(
-                f"cannot start {command[0]!r} in {folder}: {error.strerror}",
-                "give a command as in a shell: weighin run -- python train.py",
-            ) from None
+        if ended.still_runs:
+            raise StillRunning(
+                f"the measured process {self.pid} does not end, not even after SIGKILL"
+            )
 
 
 class ProcessTree:
@@ -285,44 +278,38 @@ class ProcessTree:
                         os.waitpid(one.pid, os.WNOHANG)
         return found if self._adopts else sorted({*found, *marked(self.mark)})
 
-    def kill(self) -> tuple[list[int], list[str]]:
-        """Kill all processes; return the pids of the killed, and the names of the spared, which are another user's."""
-        killed, spared = [], []
+    def kill(self) -> list[int]:
+        """Kill all processes but another user's, as of sudo; return the pids of the killed."""
+        killed = []
         for pid in sorted({*self.members(), *marked(self.mark)}):
-            try:
+            with suppress(PermissionError):
                 child_process.signal_each([pid])
                 killed.append(pid)
-            except PermissionError:
-                with suppress(psutil.NoSuchProcess):
-                    spared.append(f"{psutil.Process(pid).name()} (process {pid})")
-        cgroup.thaw(killed)
-        return killed, spared
+        return killed
 
-    def end(self) -> list[str]:
-        """Kill all processes, wait up to 10 s for their end, and adopt no more orphans; return the names of the
-        spared. A second call does nothing.
-        """
+    def end(self) -> None:
+        """Kill all processes, wait up to 10 s for their end, and adopt no more orphans. A second call does nothing."""
         if self._is_over:
-            return []
+            return
         self._is_over, deadline = True, time.monotonic() + child_process.PATIENCE_S
         try:
-            while (found := self.kill())[0] and time.monotonic() < deadline:
+            while self.kill() and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
         finally:
             if self._adopts:
                 child_process.adopt_orphans(adopt=self._adopted_before)
-        return found[1]
 
 
 def marked(mark: str) -> list[int]:
-    return [pid for pid in psutil.pids() if mark_of(pid) == mark]
+    return [pid for pid, found in _marks().items() if found == mark]
 
 
-def mark_of(pid: int) -> str | None:
-    """Return the mark of a process; None if it has no mark, has ended, or is another user's."""
-    prefix = f"{WORKER_VARIABLE}="
-    try:
-        variables = read_text(f"/proc/{pid}/environ").split("\0")
-    except OSError:
-        return None
-    return next((line.removeprefix(prefix) for line in variables if line.startswith(prefix)), None)
+def _marks() -> dict[int, str]:
+    """Return the mark of each of this user's processes that has one."""
+    prefix, found = f"{WORKER_VARIABLE}=", {}
+    for pid in psutil.pids():
+        with suppress(OSError):  # it has ended, or is another user's
+            for variable in read_text(f"/proc/{pid}/environ").split("\0"):
+                if variable.startswith(prefix):
+                    found[pid] = variable.removeprefix(prefix)
+    return found
