@@ -22,7 +22,7 @@ class Wires:
     def __init__(self, *files: int) -> None:
         self.engine, ours = socket.socketpair()
         self.engine.settimeout(10)
-        self.pump = _Pump(Streams(*files), [].append)
+        self.pump = _Pump(Streams(*files), list[int]().append)
         self.pump.stream = ours
 
     def end(self) -> None:

@@ -285,9 +285,10 @@ class DockerStarted(Running):
                 "start a rootless engine as a service of your user: systemctl --user start docker",
             )
         if limit_bytes is not None:
-            limits = {"mem_limit": limit_bytes, "memswap_limit": limit_bytes}  # equal: no swap
-            try:
-                client.update_container(self._container, **limits)
+            try:  # equal limits: no swap
+                client.update_container(
+                    self._container, mem_limit=limit_bytes, memswap_limit=limit_bytes
+                )
             except NotFound as error:  # no such call
                 raise IsolationUnavailable(
                     "the engine cannot limit a container that runs (Podman 4.3 cannot):"
