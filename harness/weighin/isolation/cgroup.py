@@ -28,7 +28,6 @@ from weighin.probes.cgroup import (
     members_of,
     memory_cgroup_of,
     memory_hierarchy,
-    mounts,
     owned_name,
     pressure_hierarchy,
 )
