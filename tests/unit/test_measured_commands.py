@@ -254,7 +254,7 @@ def test_a_kill_in_the_group_decides_also_if_the_command_lives_on(
     result = result_of(script, CgroupIsolation(), cell={"ram_limit_bytes": 64 * MIB})
     assert (result.outcome, result.message) == (
         Outcome.OOM_KILLED,
-        "the kernel killed a process for lack of memory: the command reached its RAM limit of"
+        "the kernel killed 1 process for lack of memory: the command reached its RAM limit of"
         " 64 MiB; the command's first process lived on",
     )
     assert result.oom_kills == 1

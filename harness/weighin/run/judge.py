@@ -24,6 +24,7 @@ _FULL: Final = 0.9  # of the cell's limit; a kill at a smaller charge was for an
 _NAMED: Final = 3  # the most killed processes that a message names
 _BY_KERNEL: Final = "killed by the kernel for lack of memory"
 _BY_MACHINE: Final = "killed by the kernel when the whole machine ran out of memory"
+_BY_OTHER: Final = "killed by SIGKILL, not for lack of memory: the kernel counts no kill, so another process sent SIGKILL"
 _LOST: Final = f"the measured process lost a child, {_BY_KERNEL}"
 _SLACK_BYTES = 4 * MIB  # the kernel counts pages for each processor, and adds them up later
 _SLACK_SHARE = 0.01
@@ -66,10 +67,9 @@ class Evidence:
         places = [each.where for each in ranks]
 
         def progress(number: int) -> tuple[bool, int, int]:
-            named = [
-                phase for phase in ranks[number].phases if phase.name != UNNAMED
-            ]  # no mere gap
-            return ranks[number].is_done, len(named), places.count(places[number])
+            rank = ranks[number]
+            ended = sum(phase.name != UNNAMED for phase in rank.phases)  # no mere gap
+            return rank.is_done, ended, places.count(rank.where)
 
         return min(range(len(ranks)), key=progress)
 
@@ -92,10 +92,7 @@ def judge(end: Evidence) -> _Judged:
         now, what = Outcome.STRATEGY_FAILED, "its figures and its limit are not valid"
         if not is_load:
             now = Outcome.MEASUREMENT_FAILED
-            what = (
-                "the figures are of a part of it and its limit is not valid (--isolation process"
-                " measures all processes)"
-            )
+            what = "the figures are of a part of it and its limit is not valid (--isolation process measures all processes)"
         outcome, why = void(outcome, why, now, f"{end.escape}, so {what}")
     return void(outcome, why, *end.changed) if end.changed else (outcome, why)
 
@@ -108,19 +105,20 @@ def _of_load(end: Evidence) -> _Judged:
     """Judge a load or a save. A time-out counts before a kill, unlike a command's: a strategy that has lost a
     child and waits for it forever is at fault itself.
     """
-    ranks, stopped = end.ranks, end.stopped
-    if stopped and stopped.timeout_s is not None:
-        return Outcome.TIMEOUT, f"still running after {stopped.timeout_s:g} s, {end.where}"
-    if stopped:
+    ranks, stopped, number = end.ranks, end.stopped, end.culprit
+    if stopped and stopped.timeout_s is None:
         return Outcome.THRASHING, f"{verdict.why_killed(stopped)}; {end.where}"
+    if stopped:
+        return Outcome.TIMEOUT, f"still running after {stopped.timeout_s:g} s, {end.where}"
     if all(each.is_done for each in ranks):
-        if not end.oom_kills:
-            return Outcome.OK, ""
-        return Outcome.CHILD_KILLED, lost(end.oom_kills) + _killed_children(end)
-    outcome, message = _of_process(end)
-    if len(ranks) > 1:
-        who = f"rank {end.culprit}" if end.failed_ranks else "the process that starts the ranks"
-        message = f"{who}: {message}"
+        outcome, message = Outcome.OK, ""
+        if end.oom_kills:
+            outcome, message = Outcome.CHILD_KILLED, lost(end.oom_kills)
+    else:
+        outcome, message = _of_failed(end, ranks[number], end.failed_ranks.get(number, end.ended))
+        if len(ranks) > 1:
+            who = f"rank {number}" if end.failed_ranks else "the process that starts the ranks"
+            message = f"{who}: {message}"
     if outcome is Outcome.USE_FAILED:
         message += "; every weight is right"
     elif outcome in BROKEN and _only_forward_failed(end):  # so the load is right
@@ -128,38 +126,43 @@ def _of_load(end: Evidence) -> _Judged:
             f"the forward pass of {end.cell.model.title} fails: {message}. Every weight is"
             " right. To measure the load alone: --use none"
         )
-    return outcome, message + (_killed_children(end) if _LOST in message else "")
+    if len(ranks) == 1 and (outcome is Outcome.CHILD_KILLED or _LOST in message):
+        for kill in (each for each in (end.kills or ())[:_NAMED] if not each.is_main):
+            message += (
+                f"; the kernel killed {kill.command} (process {kill.pid}) with"
+                f" {format_bytes(kill.anon_bytes or 0)} of anonymous memory"
+            )
+        if end.peak_bytes:
+            message += f"; the peak of the cgroup was {format_bytes(end.peak_bytes)}"
+    return outcome, message
 
 
-def _of_process(end: Evidence) -> _Judged:
-    """Judge the process of a load that has failed: of ranks, the culprit's."""
-    reported, oom_kills = end.ranks[end.culprit], end.oom_kills
-    ended, told = end.failed_ranks.get(end.culprit, end.ended), reported.told
-    has_limit = end.cell.ram_limit_bytes or end.limits or any(k.limit_of for k in end.kills or ())
-    is_known = oom_kills and end.peak_bytes is not None and has_limit
-    limit = f": {other}" if is_known and (other := _other_limit(end)) else ""
-    if told.outcome:
-        if oom_kills and told.outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED):
-            return Outcome.OOM_KILLED, f"{_LOST}{limit}; then it failed: {told.message}"
-        return told.outcome, told.message
-    if ended.signal == SIGKILL and oom_kills:
+def _of_failed(end: Evidence, reported: Reported, ended: Exit) -> _Judged:
+    """Judge the process of a load that has failed: of ranks, the culprit."""
+    told, oom_kills, is_killed = reported.told, end.oom_kills, ended.signal == SIGKILL
+    limit = f": {other}" if oom_kills and (other := _other_limit(end)) else ""
+    outcome, message, then = told.outcome, told.message, f"failed: {told.message}"
+    has_lost = outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED)
+    if not outcome and is_killed and oom_kills:
         return Outcome.OOM_KILLED, f"{_BY_KERNEL} {reported.where}{limit}"
-    if ended.signal == SIGKILL and oom_kills is None and end.machine_oom_kills:
+    if not outcome and is_killed and oom_kills is None and end.machine_oom_kills:
         return Outcome.OOM_KILLED, f"{_BY_MACHINE}, {reported.where}"
-    how = f"ended with exit code {ended.code}"
-    if ended.still_runs:
-        how = "does not end, not even after SIGKILL,"
-    elif ended.signal:
-        how = f"was ended by {ended.signal_name}"
-    lines = printed_lines(reported.stderr_tail.encode() if end.failed_ranks else end.printed)
-    how += f" {reported.where}" + (f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else "")
-    if oom_kills and ended.signal is None and not ended.still_runs:
-        return Outcome.OOM_KILLED, f"{_LOST}{limit}; then it {how}"
-    outcome = Outcome.MEASUREMENT_FAILED
-    if told.baseline is not None and not ended.still_runs:
-        is_use = reported.current != FORWARD and is_of_use(reported.current or "")
-        outcome = Outcome.USE_FAILED if is_use else Outcome.STRATEGY_FAILED
-    return outcome, f"the measured process {how}"
+    if not outcome:
+        then, has_lost = f"ended with exit code {ended.code}", ended.signal is None
+        if ended.still_runs:
+            then, has_lost = "does not end, not even after SIGKILL,", False
+        elif ended.signal:
+            then = f"was ended by {ended.signal_name}"
+        printed = reported.stderr_tail.encode() if end.failed_ranks else end.printed
+        lines = printed_lines(printed)
+        then += f" {reported.where}" + (f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else "")
+        outcome, message = Outcome.MEASUREMENT_FAILED, f"the measured process {then}"
+        if told.baseline is not None and not ended.still_runs:
+            is_use = reported.current != FORWARD and is_of_use(reported.current or "")
+            outcome = Outcome.USE_FAILED if is_use else Outcome.STRATEGY_FAILED
+    if oom_kills and has_lost:
+        return Outcome.OOM_KILLED, f"{_LOST}{limit}; then it {then}"
+    return outcome, message
 
 
 def _only_forward_failed(end: Evidence) -> bool:
@@ -171,69 +174,51 @@ def _only_forward_failed(end: Evidence) -> bool:
         is_own = not re.search(_LACK_OF_MEMORY, ranks[number].told.message)
     return (
         is_own
-        and ranks[number].current == FORWARD
         and all(each.told.ready_at_ns is not None for each in ranks)
         and all(each.is_done or each.current == FORWARD for each in ranks)
     )
 
 
 def lost(oom_kills: int) -> str:
-    killed = f"{oom_kills} process{'es' * (oom_kills > 1)}"
+    killed = _processes(oom_kills)
     return f"the kernel killed {killed} of this measurement for lack of memory"
 
 
-def _killed_children(end: Evidence) -> str:
-    """Describe the children that the kernel killed, and the peak of the cell's cgroup."""
-    if len(end.ranks) > 1:
-        return ""
-    text = "".join(
-        f"; the kernel killed {kill.command} (process {kill.pid}) with"
-        f" {format_bytes(kill.anon_bytes or 0)} of anonymous memory"
-        for kill in (end.kills or ())[:_NAMED]
-        if not kill.is_main
-    )
-    peak = end.peak_bytes
-    return f"{text}; the peak of the cgroup was {format_bytes(peak)}" if peak else text
+def _processes(number: int) -> str:
+    return f"{number} process{'es' * (number != 1)}"
 
 
 def _of_command(end: Evidence) -> _Judged:
     """Judge a command: any kill counts, even if the first process ended well, because a pipeline that lost a
     process may print a wrong result.
     """
-    ended, stopped, limit, peak = end.ended, end.stopped, end.cell.ram_limit_bytes, end.peak_bytes
-    if end.ready and not end.oom_kills:
-        return Outcome.OK, ""  # weighin stopped a server that was ready
-    if end.oom_kills or end.kills:
-        return Outcome.OOM_KILLED, _killed(end)
-    if stopped and stopped.timeout_s is None:
-        return Outcome.THRASHING, verdict.why_killed(stopped)
-    if stopped:
+    ended, stopped, failed = end.ended, end.stopped, Outcome.COMMAND_FAILED
+    if stopped and not (end.ready or end.oom_kills or end.kills):
+        if stopped.timeout_s is None:
+            return Outcome.THRASHING, verdict.why_killed(stopped)
         how = "still running" if end.ready is None else "not ready"
         return Outcome.TIMEOUT, f"{how} after {stopped.timeout_s:g} s"
-    if ended.signal == SIGKILL and end.oom_kills is None and end.machine_oom_kills:
-        return Outcome.OOM_KILLED, _BY_MACHINE
-    if ended.signal == SIGKILL:
-        proof = "the kernel counts no kill"
-        if limit is not None and peak is not None and peak < limit:
-            proof = f"{format_bytes(limit - peak)} of its limit were never used"
-        how = f"killed by SIGKILL, not for lack of memory: {proof}, so another process sent SIGKILL"
-    elif ended.signal:
-        how = f"ended by {ended.signal_name}"
-    elif end.ready is False:
-        how = f"exit code {ended.code} before the server was ready"
-    else:
-        how = f"exit code {ended.code}" if ended.code else ""
-    return (Outcome.COMMAND_FAILED if how else Outcome.OK), how
+    is_killed, code = ended.signal == SIGKILL, f"exit code {ended.code}"
+    by_machine = is_killed and end.oom_kills is None and end.machine_oom_kills
+    for test, outcome, words in (
+        (end.ready and not end.oom_kills, Outcome.OK, ""),  # weighin stopped a server
+        (end.oom_kills or end.kills, Outcome.OOM_KILLED, _killed(end)),
+        (by_machine, Outcome.OOM_KILLED, _BY_MACHINE),
+        (is_killed, failed, _BY_OTHER),
+        (ended.signal, failed, f"ended by {ended.signal_name}"),
+        (end.ready is False, failed, f"{code} before the server was ready"),
+        (ended.code, failed, code),
+    ):
+        if test:
+            return outcome, words
+    return Outcome.OK, ""
 
 
 def _killed(end: Evidence) -> str:
     kills = end.kills or ()
-    number = max(end.oom_kills or 0, len(kills), 1)
-    if not kills:
-        who = "a process" if number == 1 else f"{number} processes"
-    else:
-        who = ", ".join(f"{kill.command} (pid {kill.pid})" for kill in kills[:_NAMED])
-        who += f" and {number - _NAMED} more" if number > _NAMED else ""
+    number = max(end.oom_kills or 0, len(kills))
+    who = ", ".join(f"{kill.command} (pid {kill.pid})" for kill in kills[:_NAMED])
+    who += f" and {number - _NAMED} more" * (number > _NAMED) if kills else _processes(number)
     lived = "" if end.ended.signal == SIGKILL else "; the command's first process lived on"
     limit = (
         f"the command reached its RAM limit of {format_exact(end.cell.ram_limit_bytes or 0, ' ')}"
@@ -245,21 +230,21 @@ def _other_limit(end: Evidence) -> str:
     """Say which limit was reached, from the kernel's log, or else from the peak; empty for the own."""
     own, what = end.cell.ram_limit_bytes, f"the {end.cell.operation} reached the limit"
     kills = [kill for kill in end.kills or () if kill.limit_of != kernel_log.UNKNOWN]
-    is_full = own and end.peak_bytes and end.peak_bytes >= _FULL * own
-    if own and not any(kill.limit_of for kill in kills) and (kills or is_full):
+    others = [kill for kill in kills if kill.limit_of]
+    smaller = [each for each in end.limits if own is None or each[0] < own]
+    is_full = own and (end.peak_bytes or (0 if smaller else own)) >= _FULL * own
+    if own and not others and (kills or is_full):
         return ""
-    if any(kill.limit_of == kernel_log.MACHINE for kill in kills):
+    if any(kill.limit_of == kernel_log.MACHINE for kill in others):
         return "the machine had no memory left"
-    for kill in kills:
-        if kill.limit_of:
-            size = f" of {format_bytes(kill.limit_bytes)}" if kill.limit_bytes else ""
-            group = f"the outer cgroup {kill.limit_of}"
-            if kill.limit_is != "around":
-                where = {"below": " below its own", "elsewhere": " outside its own"}
-                group = f"the cgroup {kill.limit_of}{where.get(kill.limit_is, '')}"
-            return f"{what}{size} of {group}"
-    if end.limits and (own is None or end.limits[0][0] < own):
-        limit, around = end.limits[0]
+    if others:
+        kill = others[0]
+        size = f" of {format_bytes(kill.limit_bytes)}" if kill.limit_bytes else ""
+        outer = "outer " if kill.limit_is == "around" else ""
+        where = {"below": " below its own", "elsewhere": " outside its own"}.get(kill.limit_is, "")
+        return f"{what}{size} of the {outer}cgroup {kill.limit_of}{where}"
+    if smaller:
+        limit, around = smaller[0]
         return f"{what} of {format_bytes(limit)} of the outer cgroup {around}"
     return f"{what} of an outer cgroup, or the end of the machine's memory"
 
