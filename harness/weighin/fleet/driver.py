@@ -5,6 +5,7 @@ Each job has checkpoint files of its own: the kernel charges a page of a shared 
 it first.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -263,7 +264,7 @@ class Jobs:
         own = {
             # The driver holds this machine's lock. A job has the same lock in every run, and removes
             # what the job of a dead run with this lock left.
-            LOCK_VARIABLE: f"{runner.lock_name()}.{job}",
+            LOCK_VARIABLE: f"{os.environ.get(LOCK_VARIABLE) or 'weighin'}.{job}",
             "WEIGHIN_CACHE": str(self._caches / job),
         }
         assignment = {**assignment, "is_tested": self._is_tested}  # as it is when the cell begins

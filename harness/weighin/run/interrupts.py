@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from weighin.errors import Interrupted
@@ -18,15 +17,11 @@ class EndedBySignal(KeyboardInterrupt):
     """
 
 
-@dataclass(slots=True)
 class _State:
-    wanted: bool = False
-    raised: bool = False
-    put_off: bool = False
+    """What a process has once, as it has one handler for each signal."""
+
     error: type[BaseException] | None = None  # None outside of ``stoppable``
-
-
-_state = _State()  # global, because a process has one handler for each signal
+    wanted = raised = put_off = False
 
 
 @contextmanager
@@ -34,10 +29,10 @@ def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
     """In the ``with`` block, raise ``error`` at the first signal, and ignore later ones. Blocks may be
     nested. A signal that this process ignores stays ignored: SIGHUP under nohup, SIGINT in the background.
     """
-    outer, _state.error = _state.error, error
+    outer, _State.error = _State.error, error
     if outer is None:
         # ``ignore`` may have been called since the last block.
-        _state.wanted = _state.raised = False
+        _State.wanted = _State.raised = False
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
         if handler != signal.SIG_IGN:
@@ -47,47 +42,47 @@ def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-        _state.error = outer
+        _State.error = outer
         if outer is None:
-            _state.wanted = _state.raised = _state.put_off = False
+            _State.wanted = _State.raised = _State.put_off = False
 
 
 @contextmanager
 def put_off() -> Iterator[None]:
     """If a signal arrives in the ``with`` block, raise its exception only at the end of the block."""
-    before, _state.put_off = _state.put_off, True
+    before, _State.put_off = _State.put_off, True
     try:
         yield
     finally:
-        _state.put_off = before
-    if not before and not _state.raised:
+        _State.put_off = before
+    if not before and not _State.raised:
         check()
 
 
 @contextmanager
 def allowed() -> Iterator[None]:
     """In the ``with`` block, raise a signal's exception immediately, even inside ``put_off``."""
-    before, _state.put_off = _state.put_off, False
+    before, _State.put_off = _State.put_off, False
     try:
         check()
         yield
     finally:
-        _state.put_off = before
+        _State.put_off = before
 
 
 def ignore() -> None:
     """Ignore all signals from now on, because the results are complete."""
-    _state.raised = True
+    _State.raised = True
 
 
 def check() -> None:
     """Raise the exception of a signal that has arrived, even if other code has already caught it."""
-    if _state.wanted:
-        _state.raised = True
-        raise (_state.error or Interrupted)(STOPPED)
+    if _State.wanted:
+        _State.raised = True
+        raise (_State.error or Interrupted)(STOPPED)
 
 
 def _take(*_: object) -> None:
-    _state.wanted = True
-    if not _state.put_off and not _state.raised:
+    _State.wanted = True
+    if not _State.put_off and not _State.raised:
         check()

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from weighin.checkpoint import staging
-from weighin.errors import ConfigError, HarnessError, Interrupted
+from weighin.errors import HarnessError, Interrupted
 from weighin.files import try_lock
 from weighin.isolation import cgroup, select
 from weighin.plan import start
 from weighin.plan.task import Planned, Progress, Run, skipped
-from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix
+from weighin.probes.cgroup import lock_suffix
 from weighin.records import floor, run_folder
 from weighin.result import Result
 from weighin.run import commands, interrupts
@@ -124,13 +124,8 @@ def said(planned: Planned, results: Sequence[Result], aim: floor.Aim) -> str:
     search = floor.Floor(planned.cell, results, aim)
     if search.stop:
         return f"no floor for {planned.cell.strategy}: {search.stop}"
-    failing, working, words = search.failing_bytes, search.working_bytes, list[str]()
-    if failing is not None:
-        words.append(f"above {format_bytes(failing)}")
-    if working is not None:
-        words.append(f"at most {format_bytes(working)}")
-    if working is not None and failing is not None:
-        words.append(f"{format_bytes(working - failing)} apart, passed {search.oks} times")
+    bounds = {"above": search.failing_bytes, "at most": search.working_bytes}
+    words = [f"{name} {format_bytes(size)}" for name, size in bounds.items() if size is not None]
     return f"floor of {planned.cell.strategy}: {', '.join(words) or 'not known yet'}"
 
 
@@ -160,37 +155,27 @@ def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
     """Hold the machine's lock, the name of a socket, which any user can take, and which the kernel frees."""
-    holds = f"it holds the lock {lock_name()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
-        deadline, pause_s = time.monotonic() + patience_s, 0.0
-        while not _is_taken(lock):
+        deadline, is_told = time.monotonic() + patience_s, False
+        while True:
+            try:
+                lock.bind(f"\0weighin-measuring{lock_suffix()}")
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
             if time.monotonic() >= deadline:
                 raise HarnessError(
-                    f"another run is measuring on this machine ({holds})",
+                    "another run is measuring on this machine",
                     "wait for its end: weighin bench --set wait=true; parallel runs would distort each"
                     " other's figures",
                     exit_code=4,
                 )
-            if not pause_s:
-                waiting(f"waiting for another run on this machine to end ({holds})")
-            pause_s = min(max(2 * pause_s, 0.05), 1.0)  # because polling disturbs the measuring run
-            time.sleep(pause_s)
+            if not is_told:
+                waiting("waiting for another run on this machine to end")
+            is_told = True
+            time.sleep(0.5)  # polling disturbs the measuring run
         yield
-
-
-def lock_name() -> str:
-    return os.environ.get(LOCK_VARIABLE) or "weighin"
-
-
-def _is_taken(lock: socket.socket) -> bool:
-    try:
-        lock.bind(f"\0weighin-measuring{lock_suffix()}")
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return False
-        why = f"cannot take this machine's lock {lock_name()}: {error.strerror or error}"
-        raise ConfigError(why) from None
-    return True
 
 
 @contextmanager
