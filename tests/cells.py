@@ -29,7 +29,7 @@ from weighin.errors import CheckpointError, ConfigError, HarnessError, Isolation
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import limit, temporary_group
-from weighin.probes import gpu_memory, kernel_log, page_cache
+from weighin.probes import cgroup, gpu_memory, kernel_log, page_cache
 from weighin.probes.cgroup import Cgroup, memory_hierarchy
 from weighin.records import run_folder
 from weighin.records.explanation import Facts, answer
@@ -37,7 +37,6 @@ from weighin.records.run_folder import read_samples
 from weighin.records.verdict import Reference, judge_result
 from weighin.result import UNNAMED, Outcome, Phase, Result
 from weighin.run import loads
-from weighin.run import measure as watch
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure
 from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES, Settings
@@ -292,7 +291,7 @@ def known_file(strategies: Path) -> Path:
 
 def hide_kills_elsewhere(patch: pytest.MonkeyPatch) -> None:
     """Hide the kernel's kills of cells in other test processes, which a plain process cannot tell."""
-    patch.setattr(watch, "read_machine_oom_kills", lambda: 0)
+    patch.setattr(cgroup, "read_machine_oom_kills", lambda: 0)
 
 
 @dataclass(slots=True)
@@ -349,7 +348,7 @@ class Bench:
         passes: int = 1,
         timeout_s: float = 120.0,
         files: Sequence[Path] = (),
-        on_phase: Callable[[str], None] = lambda _: None,
+        on_phase: Callable[[str], object] = str,
         operation: Operation = "load",
         environment: dict[str, str] | None = None,
         ranks: int = 1,
@@ -404,9 +403,8 @@ class Bench:
                 [*paths, *files],
                 model_bytes,
                 Settings().model_copy(update={"timeout_s": timeout_s}),
-                on_phase=on_phase,
-                stall_from_bytes=disk.stall_from_bytes,
             )
+            load.on_phase, load.pace = on_phase, disk
             measured = measure(isolation, load, reference=reference)
             measured.finish(self.run)
             result = measured.result

@@ -1,10 +1,9 @@
 """Tell weighin what this process does: its phases, each with the peak of its memory, and more of a load.
 
-Each message is one packet with one JSON object, whose fields ``weighin.run.listener`` has, sent to a Unix socket by
-path, because launchers such as torchrun close descriptors that their children would inherit. After a message in
-``AWAITED``, the process waits for one byte, with which weighin answers when it has read and reset the high-water
-mark of the cgroup; at those in ``MET``, all ranks wait for each other. The process reads and resets its own mark,
-VmHWM.
+Each message is a packet with a JSON object (its fields: ``weighin.run.listener``), sent to a Unix socket by path,
+because launchers such as torchrun close descriptors that their children would inherit. After a message in ``AWAITED``,
+the process waits for one byte: weighin has then read and reset the high-water mark of the cgroup; at those in ``MET``,
+all ranks wait for each other. The process reads and resets its own mark, VmHWM.
 """
 
 import _socket  # not socket, which takes 1.4 MiB of a worker's memory
@@ -19,11 +18,9 @@ from typing import Any, Final
 
 MET: Final = ("baseline", "ready", "shared", "done")
 AWAITED: Final = (*MET, "begin", "end", "phase")
-SOCKET: Final = "phases"
-JOB: Final = "job"
-"""The names of the socket, and of the file with a worker's job, in a folder of one cell."""
+SOCKET, JOB = "phases", "job"  # in the folder of a cell: the socket, and a worker's job
 PATIENCE_S: Final = 2.0
-LONGEST_NAME: Final = 200
+_LONGEST_NAME: Final = 200
 LONGEST_MESSAGE: Final = 128 * 1024  # bytes; the kernel refuses a packet of more than 200 KiB
 _LONGEST_PATH: Final = 107  # bytes of a path in sockaddr_un, without the final zero (sys/un.h)
 _FIELDS: Final = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
@@ -31,7 +28,7 @@ _FIELDS: Final = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
 
 @contextmanager
 def address(path: str) -> Iterator[str]:
-    """Yield an address of at most 107 bytes for the socket at ``path``."""
+    """Yield an address of the socket at ``path`` that is short enough for the kernel."""
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         yield path
         return
@@ -85,9 +82,7 @@ def reset_peak() -> None:
 
 
 class Connection:
-    """The connection of this process to weighin, made at the first message, and anew if the program has closed
-    its descriptor or forked.
-    """
+    """A connection to weighin, made at the first message, and anew if the program closed its descriptor or forked."""
 
     def __init__(self, path: str, patience_s: float | None = None) -> None:
         self._path, self._patience_s = path, patience_s
@@ -97,7 +92,7 @@ class Connection:
         packet = json.dumps(message, separators=(",", ":")).encode()
         if not self._is_ours():
             self._descriptor = -1
-        known = None if self._descriptor < 0 else self._descriptor
+        known = self._descriptor if self._descriptor >= 0 else None
         connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET, 0, known)
         try:
             connection.settimeout(self._patience_s)
@@ -128,9 +123,7 @@ class Connection:
 
 
 class Reporter:
-    """Reports the phases of any program, which may be nested and overlap. After a failure, which raises no error,
-    this process reports no further phases.
-    """
+    """Reports the phases of any program, until a message fails, which raises no error in the program."""
 
     def __init__(self, path: str) -> None:
         self._connection = Connection(path, PATIENCE_S)
@@ -140,16 +133,15 @@ class Reporter:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def begin(self, name: str) -> tuple[int, int]:
-        """Report that a phase begins; return the pid and the phase's number, to pass to ``end``."""
+        """Report the begin of a phase; return what ``end`` needs: the pid, and the phase's number."""
         number = next(self._ids)
         self._tell(number, name)
         return os.getpid(), number
 
     def end(self, begun: tuple[int, int]) -> None:
         """Report that a phase ends; do nothing in a forked child of the process that began it."""
-        pid, number = begun
-        if pid == os.getpid():
-            self._tell(number)
+        if begun[0] == os.getpid():
+            self._tell(begun[1])
 
     def _tell(self, number: int, name: str | None = None) -> None:
         """Send what this process reads of itself; at the begin of a phase, with a ``name``, reset the mark."""
@@ -161,10 +153,8 @@ class Reporter:
         try:
             fields = {"event": "end", "id": number, "t_ns": monotonic_ns()} | read_figures()
             if name is not None:
-                name = (
-                    str(name)[:LONGEST_NAME].encode(errors="replace").decode()
-                )  # no lone surrogate
-                fields |= {"event": "begin", "name": name, "resets": True}
+                valid = str(name)[:_LONGEST_NAME].encode(errors="replace")  # no lone surrogate
+                fields |= {"event": "begin", "name": valid.decode(), "resets": True}
                 try:
                     reset_peak()  # before weighin samples this process as one in the new phase
                 except OSError:  # the program has another user now, or /proc is read-only

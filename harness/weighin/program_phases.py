@@ -9,18 +9,15 @@ from contextlib import ContextDecorator
 from functools import wraps
 from typing import Any, Final, TypeVar
 
-VARIABLE: Final = "WEIGHIN_PHASES"
-"""Environment variable with the path of the socket to which a program reports its phases."""
-
+VARIABLE: Final = "WEIGHIN_PHASES"  # the path of the socket to which a program reports
 _COROUTINE: Final = 0x80  # a flag of code objects: inspect.CO_COROUTINE
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+_reporter = None
 if _path := os.environ.get(VARIABLE):
     from weighin.phase_reporter import Reporter
 
-    _reporter: Reporter | None = Reporter(_path)
-else:
-    _reporter = None
+    _reporter = Reporter(_path)
 
 
 class phase(ContextDecorator):  # noqa: N801 (programs use it as a function)

@@ -1,8 +1,6 @@
 """Define the record of a cell (one measurement): a ``Result``. results/README.md says of every field
-what it is, when it is None (not measured, never zero), and whether it is exact or sampled.
-
-Times come from the machine's monotonic clock. A ``peak`` is a high-water mark that the kernel or the
-allocator keeps, and a ``sampled`` size is the maximum of the sampler's readings.
+what it is, when it is None (not measured, never zero), and whether it is exact or sampled. Times come from
+the machine's monotonic clock. A ``peak`` is a mark that the kernel or the allocator keeps.
 """
 
 from collections.abc import Sequence
@@ -14,25 +12,17 @@ from weighin.cell import Cell, is_of_use
 
 SCHEMA: Final = 1
 IMPORT_TRANSFORMERS: Final = "import transformers"
-IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import timm")
-"""The phases in which a worker imports the class of a model, before the load begins."""
-UNNAMED: Final = "other"
-"""The name of the phase for time outside all named phases, or for a whole load without phases."""
+UNNAMED: Final = "other"  # the phase of time outside all named ones, or of a whole load without any
+# The phases that end at ``ready``: one reads every byte of a loaded model, one writes a saved checkpoint.
 UNTIL_READY: Final = ("touch", "sync")
-"""The phases that end at ``ready``: "touch" reads every byte of a loaded model, and "sync" writes every
-byte of a saved checkpoint to the disk.
-"""
-_BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
+_BEFORE_LOAD: Final = ("import", IMPORT_TRANSFORMERS, "import diffusers", "import timm", "prepare")
+# weighin's own phases, whose names a strategy must not use:
 OURS: Final = (*_BEFORE_LOAD, *UNTIL_READY, "verify", "forward", UNNAMED)
-"""The names of weighin's own phases, which a strategy must not use."""
-
-NOT_DROPPED: Final = "not dropped"
-"""The page-cache state of a cell planned as ``cold`` if pages of its checkpoint stayed cached."""
+NOT_DROPPED: Final = "not dropped"  # the page cache of a cold cell whose checkpoint stayed in it
 USUAL_PAGE_BYTES: Final = 4096  # on x86-64, and on arm64 in most distributions
+# The windows of read-ahead of a mapped file that the kernel reads at once, and cannot reclaim meanwhile.
+# Measured with 1, 2 and 4 threads: 3 to 5 windows of 8 MiB.
 WINDOWS_IN_FLIGHT: Final = 4
-"""How many read-ahead windows of a mapped file the kernel reads at the same time. The pages of
-these windows cannot be reclaimed. Measured with 1, 2 and 4 threads: 3 to 5 windows of 8 MiB.
-"""
 
 
 class Outcome(StrEnum):
@@ -50,10 +40,10 @@ class Outcome(StrEnum):
     USE_FAILED = "use_failed"
 
 
+# Outcomes that show a fault of the strategy, command or use, and not a limit that is too small:
 BROKEN: Final = (
     Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.COMMAND_FAILED, Outcome.USE_FAILED,
 )  # fmt: skip
-"""Outcomes that show a fault of the strategy, command or use, and not a limit that is too small."""
 
 
 @dataclass(frozen=True, slots=True)

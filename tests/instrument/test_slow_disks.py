@@ -147,7 +147,6 @@ def test_a_read_without_an_answer_ends_as_a_timeout(
     timeout_s = 5 + 2 * seconds_to_load(isolation)
     stalling = Pace(stall_from_bytes=32 * MIB)
     result = bench(strategy, isolation, spec=LARGE, disk=stalling, timeout_s=timeout_s)
-    print(result.message)
     assert result.outcome is Outcome.TIMEOUT
     assert not [text for text in result.warnings if "SIGKILL did not end it" in text]
     assert result.cost

@@ -12,6 +12,7 @@ from fakes import FakeRunning, KnownListener, Silent, begin, done, loaded, phase
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.isolation.base import Exit
+from weighin.probes import cgroup
 from weighin.probes.cgroup import Cgroup
 from weighin.records.verdict import Reference
 from weighin.result import Result
@@ -52,12 +53,12 @@ def followed(
     reference: Reference | None = None,
     disk: Any = None,
     before_load: Callable[[], None] = lambda: None,
-    on_phase: Callable[[str], None] = lambda _: None,
+    on_phase: Callable[[str], object] = str,
 ) -> tuple[Result, Watch]:
     """Watch a played worker from its start to its result."""
     kind: Any = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
-    spec = kind(job, settings=settings, on_phase=on_phase)
-    spec.disk = disk
+    spec = kind(job, settings=settings)
+    spec.disk, spec.on_phase = disk, on_phase
     with tempfile.TemporaryDirectory() as folder:
         running.listener = KnownListener(Path(folder), ranks)
         watch = Watch(spec, running.listener, reference)
@@ -72,7 +73,7 @@ def followed(
     return replace(result, environment=watch.ranks[0].told.environment), watch
 
 
-def watched(running: FakeRunning, say: Callable[[str], None] = lambda _: None) -> Result:
+def watched(running: FakeRunning, say: Callable[[str], object] = str) -> Result:
     return followed(running, on_phase=say)[0]
 
 
@@ -84,10 +85,9 @@ def take(
     environment: dict[str, Any] | None = None,
     reference: Reference | None = None,
     steady: bool = False,
-    **options: Any,
 ) -> Measured:
     settings = SETTINGS.model_copy(update={"steady": steady})
-    spec = LoadSpec(job, files, model_bytes, settings, **options)
+    spec = LoadSpec(job, files, model_bytes, settings)
     return measuring.measure(isolation, spec, environment, reference)
 
 
@@ -102,5 +102,5 @@ def measure(isolation: Any, run: Path, *arguments: Any, **options: Any) -> Resul
 def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
     kind = type("Seen", (FakeSampler,), {})
     monkeypatch.setattr(measuring, "Sampler", kind)
-    monkeypatch.setattr(measuring, "pressure_file_of", lambda pid: None)
+    monkeypatch.setattr(cgroup, "pressure_file_of", lambda pid: None)
     return kind

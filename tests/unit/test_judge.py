@@ -22,7 +22,7 @@ def told(*lines: bytes) -> Reported:
     for line in lines:
         match messages.decode(line)[1]:
             case Phase() as message:
-                track.add(message, Counters(), resets_group=False)
+                track.add(message, Counters())
             case messages.Told() as message:
                 track.take(message)
                 track.current = None if message.baseline else track.current

@@ -198,19 +198,16 @@ def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
     assert started[0].closed == 1
 
 
-@pytest.mark.parametrize("last", ["finish", "figures"])
-def test_a_record_that_fails_leaves_no_log_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+@pytest.mark.parametrize("step", ["run.loads.LoadSpec.start", "run.measure.Watch.wait"])
+def test_a_cell_that_breaks_off_leaves_no_log_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("odd")
 
     log = os.open(os.devnull, os.O_RDONLY)
     monkeypatch.setattr("weighin.probes.kernel_log.position", lambda: log)
-    if last == "finish":
-        monkeypatch.setattr(loads.LoadSpec, "finish", fail)
-    else:
-        monkeypatch.setattr("weighin.run.measure.Watch.evidence", fail)
+    monkeypatch.setattr(f"weighin.{step}", fail)
     with pytest.raises(RuntimeError, match="odd"):
         measure(PlayedIsolation([*BASELINE, done()]), tmp_path, JOB, [], None)
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -26,7 +26,7 @@ from weighin.units import MIB
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no other process of the machine be killed for lack of memory."""
-    monkeypatch.setattr(watch, "read_machine_oom_kills", lambda: 0)
+    monkeypatch.setattr(watch.cgroup, "read_machine_oom_kills", lambda: 0)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_a_command_that_is_killed_when_the_machine_has_no_memory(
     result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_log, "position", lambda: None)
-    monkeypatch.setattr(watch, "read_machine_oom_kills", count(3).__next__)
+    monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", count(3).__next__)
     result = result_of("kill -KILL $$")
     assert (result.outcome, result.message) == (
         Outcome.OOM_KILLED,
@@ -295,7 +295,7 @@ def test_a_kill_of_another_program_is_not_this_commands(
     result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the log names the machine's processes, and none of these."""
-    monkeypatch.setattr(watch, "read_machine_oom_kills", count(3).__next__)
+    monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", count(3).__next__)
     monkeypatch.setattr(kernel_log, "kills_since", lambda *_, **__: ())
     result = result_of("kill -KILL $$")
     assert result.outcome is Outcome.COMMAND_FAILED

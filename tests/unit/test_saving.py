@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from factories import make_cell, make_result
 from fakes import FakeRunning, done, event, loaded, phase
-from scripts import BASELINE, JOB, watched
+from scripts import BASELINE, watched
 from test_verify import Model, manifest_of
 from torch import nn
 from torch.serialization import set_crc32_options
@@ -20,13 +19,11 @@ from torch.serialization import set_crc32_options
 from weighin.checkpoint.manifest import Kind, Manifest
 from weighin.cli import _progress
 from weighin.errors import ConfigError
-from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.records.metrics import phases_of_load
 from weighin.records.series import name_of
 from weighin.result import Outcome, Written
 from weighin.run import loads
-from weighin.run.judge import Evidence
 from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
@@ -204,19 +201,6 @@ def test_a_strategy_cannot_assign_to_its_job(tmp_path: Path) -> None:
     job = Save(nn.Linear(1, 1), tmp_path, "safetensors", {}, lambda _: nullcontext())
     with pytest.raises(FrozenInstanceError):
         job.format = "pytorch"  # type: ignore[misc]
-
-
-def test_files_that_are_memory_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page_cache, "drop", lambda files: 5 * 2**20 * len(list(files)))
-    (tmp_path / "model.pt").write_bytes(b"x")
-    spec: Any = loads.LoadSpec(replace(JOB, target=str(tmp_path)))
-    spec.printed = SimpleNamespace(text=b"")
-    assert spec.finish(Evidence(JOB.cell)) == [
-        "5.000 MiB of the written files could not be dropped from the page cache: on a tmpfs, files"
-        " take up memory; put weighin's cache on a disk: WEIGHIN_CACHE=/path"
-    ]
 
 
 WRITTEN = Written(file_bytes=3 * GIB, disk_bytes=3 * GIB + 4096, files=2)

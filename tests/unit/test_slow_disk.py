@@ -44,7 +44,7 @@ def test_a_slow_disk_ends_with_its_cell(tmp_path: Path, monkeypatch: pytest.Monk
     def measured(**speed: Any) -> tuple[Any, Any]:
         isolation = PlayedIsolation([fakes.baseline(), fakes.loaded(), ready(), done()])
         job = replace(JOB, cell=replace(JOB.cell, **speed), checkpoint=str(tmp_path / "model.pt"))
-        result = measure(isolation, tmp_path, job, [], None, stall_from_bytes=None)
+        result = measure(isolation, tmp_path, job, [], None)
         return isolation.jobs[0], result.environment.get("disk")
 
     monkeypatch.setattr(loads, "Mount", Mounted)

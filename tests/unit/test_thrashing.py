@@ -116,7 +116,6 @@ def watched(running: FakeRunning, timeout_s: float = 30) -> Result:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_TEST_S", 0.0)
-    monkeypatch.setattr(watch, "_TEST_SHARE", 0)
 
 
 def test_a_worker_that_thrashes_is_killed_and_its_outcome_says_by_which_figures() -> None:

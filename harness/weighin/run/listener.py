@@ -33,11 +33,10 @@ _DRAIN_S: Final = 1.0  # for messages that a worker sent before its end
 _ENDED: Final = -1  # the start time of a process that has ended, and whose messages wait
 _INTERVAL_S: Final = 0.02  # between two readings of a process in a phase, which may die inside it
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
-_LONGEST_NAME: Final = 64  # of a program's phase
+_LONGEST_NAME: Final = 64  # characters of a program's phase
 _LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
 _LARGEST: Final = 2**63 - 1  # the range of a counter of the kernel, and of a record
 _MOST_PHASES: Final = 1000  # of one program, because a training loop may have millions
-_MOST_RENAMED: Final = 3  # phases of one process that warnings name
 
 
 class End(Struct, forbid_unknown_fields=True):
@@ -139,14 +138,13 @@ class _Open:
     peak_cgroup_bytes: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reported:
     """What one process has reported so far: its phases, and as a worker, what it has ``told``. The phases of a program
     may be nested, and overlap; those of a worker follow each other, and the worker itself measures them.
     """
 
     pid: int = 0  # of a rank that has not reported anything
-    is_main: bool = True  # only then have its phases the peaks of the cgroup
     told: Told = field(default_factory=Told)
     current: str | None = None  # the phase of a worker that began last
     stderr_tail: str = ""
@@ -155,9 +153,7 @@ class Reported:
     before: Counters = field(default_factory=Counters)  # at the end of a worker's last phase
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
-    _renamed: set[str] = field(default_factory=set)  # their own names
     open: dict[int, _Open] = field(default_factory=dict)  # a program's phases, by number
-    _resets_group: bool = True
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -183,9 +179,9 @@ class Reported:
         load_ns, touch_ns = self.told.load_ns, self.told.touch_ns
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 
-    def note(self, what: str) -> None:
-        """Note, once, which figures of this process are missing or not exact, for a warning in the record."""
-        if (text := f"process {self.pid} {what}") not in self.told.notes:
+    def note(self, text: str) -> None:
+        """Note, once, that figures are missing or not exact, for a warning in the record."""
+        if text not in self.told.notes:
             self.told.notes.append(text)
 
     def take(self, part: Told) -> None:
@@ -200,39 +196,35 @@ class Reported:
         if part.phase:
             self.current, self._in_phase = part.phase, True
 
-    def add(self, phase: Phase, now: Counters, *, resets_group: bool) -> None:
+    def add(self, phase: Phase, now: Counters) -> None:
         """Add a worker's phase, which has ended."""
         self._phases.append(
             replace(
                 phase,
                 end=replace(phase.end, cgroup_bytes=now.usage_bytes),
-                peak_cgroup_bytes=now.peak_bytes if resets_group else None,
+                peak_cgroup_bytes=now.peak_bytes,
                 workingset_refault_file=grown(self.before.refaults, now.refaults),
             )
         )
         self.before, self._in_phase = now, False
 
-    def begin(self, begun: Begin, now: Counters, *, resets_group: bool) -> None:
+    def begin(self, begun: Begin, now: Counters) -> None:
+        """Begin a program's phase, by a name that is valid and not that of a phase of weighin."""
         if not begun.resets:
             self.note(
-                "could not reset its peak RSS: the value of each phase is the peak since the process"
-                " started"
-            )
-        if not resets_group:
-            self._resets_group = False
-            self.note(
-                "has phases without a cgroup peak, because the cgroup's peak could not be reset (cgroup"
-                " v2 needs Linux 6.12 for it)"
+                "a process could not reset its peak RSS: its phases have that since its start"
             )
         if before := self.open.pop(begun.id, None):  # a phase from before the process called exec
             self._close(before, now)
         self._read(begun, now)
-        was, begun.name = one_line(begun.name, 2 * _LONGEST_NAME), _cleaned(begun.name)
-        if begun.name != was and len(self._renamed) < _MOST_RENAMED:
-            self._renamed.add(was)
+        try:
+            named_by_strategy(begun.name)
+        except ValueError:
+            allowed = re.sub(r"[^A-Za-z0-9 _.+/()-]", "_", begun.name)
+            begun.name = f"phase {allowed}"[:_LONGEST_NAME].rstrip()
             self.note(
-                f"has a phase {was!r} that is recorded as {begun.name!r}: a name has at most 64 letters,"
-                " digits, spaces and _ . + / ( ) -, and is not that of one of weighin's own phases"
+                "names of phases were changed: a name has at most 64 letters, digits, spaces and"
+                " _ . + / ( ) -, and is not that of one of weighin's own phases"
             )
         begun.t_ns = time.monotonic_ns()
         self.open[begun.id] = _Open(begun, now, last=begun)
@@ -243,25 +235,25 @@ class Reported:
         if one := self.open.pop(ended.id, None):
             self._close(one, now)
 
-    def sample(self, counters: Callable[[], Counters]) -> None:
-        """Read the figures of a process in a phase, in which it may die."""
+    def sample(self) -> bool:
+        """Read the figures of a process in a phase, in which it may die; return whether it lives."""
         try:
             read = read_figures(self.pid)
-        except (OSError, KeyError):  # it has ended; a zombie has no memory
-            self.close(counters)
-            return
+        except (OSError, KeyError):  # a zombie has no memory
+            return False
         memory, peak_bytes = Memory(**read["memory"]), read["peak_rss_bytes"]
         self._read(End(0, time.monotonic_ns(), read["faults"], peak_bytes, memory), Counters())
+        return True
 
-    def close(self, counters: Callable[[], Counters]) -> None:
-        """End the phases of a process that has ended."""
-        if self.open:
-            now, self.died_in = counters(), [*self.open.values()][-1].begun.name
-            self.note(
-                f"ended inside its phase {self.died_in!r}, whose peak RSS is therefore sampled"
-            )
-            while self.open:
-                self._close(self.open.popitem()[1], now)
+    def close(self, now: Counters) -> None:
+        """End the open phases of a process that has ended."""
+        self.died_in = [*self.open.values()][-1].begun.name
+        self.note(
+            f"process {self.pid} ended inside its phase {self.died_in!r}, whose peak RSS is therefore"
+            " sampled"
+        )
+        while self.open:
+            self._close(self.open.popitem()[1], now)
 
     def _read(self, reading: End, now: Counters) -> None:
         self.highest_rss_bytes = max(self.highest_rss_bytes, reading.peak_rss_bytes)
@@ -272,44 +264,24 @@ class Reported:
             phase.peak_cgroup_bytes = largest((phase.peak_cgroup_bytes, now.peak_bytes))
 
     def _close(self, one: _Open, now: Counters) -> None:
-        """Add a program's phase as it was read last; after 1000 phases, only in the place of the highest of
-        its name, if its own peak RSS is higher.
-        """
-        begun, last = one.begun, one.last
-        peak_cgroup_bytes = largest((one.peak_cgroup_bytes, now.peak_bytes))
-        phase = Phase(
-            name=begun.name,
-            start_ns=begun.t_ns,
-            end_ns=min(max(begun.t_ns, last.t_ns), time.monotonic_ns()),  # its time may be invalid
-            peak_rss_bytes=one.peak_rss_bytes or last.memory.rss_bytes,
-            end=replace(last.memory, cgroup_bytes=last.memory.cgroup_bytes or now.usage_bytes),
-            minor_faults=max(0, last.faults[0] - begun.faults[0]),  # the process sent both
-            major_faults=max(0, last.faults[1] - begun.faults[1]),
-            peak_cgroup_bytes=peak_cgroup_bytes if self._resets_group else None,
-            workingset_refault_file=grown(one.before.refaults, now.refaults),
-        )
-        if len(self._phases) < _MOST_PHASES:
-            self._phases.append(phase)
+        """Add a program's phase as it was read last."""
+        if len(self._phases) == _MOST_PHASES:
+            self.note(f"a process had more than {_MOST_PHASES} phases: later ones are not recorded")
             return
-        self.note(
-            f"had more than {_MOST_PHASES} phases: later ones are not recorded, but for each name, the"
-            " one with the highest peak RSS is"
+        begun, last = one.begun, one.last
+        self._phases.append(
+            Phase(
+                name=begun.name,
+                start_ns=begun.t_ns,
+                end_ns=min(max(begun.t_ns, last.t_ns), time.monotonic_ns()),  # it may be invalid
+                peak_rss_bytes=one.peak_rss_bytes or last.memory.rss_bytes,
+                end=replace(last.memory, cgroup_bytes=last.memory.cgroup_bytes or now.usage_bytes),
+                minor_faults=max(0, last.faults[0] - begun.faults[0]),  # the process sent both
+                major_faults=max(0, last.faults[1] - begun.faults[1]),
+                peak_cgroup_bytes=largest((one.peak_cgroup_bytes, now.peak_bytes)),
+                workingset_refault_file=grown(one.before.refaults, now.refaults),
+            )
         )
-        alike = [number for number, each in enumerate(self._phases) if each.name == phase.name]
-        highest = max(alike, key=lambda number: self._phases[number].peak_rss_bytes, default=None)
-        if highest is not None and phase.peak_rss_bytes > self._phases[highest].peak_rss_bytes:
-            self._phases[highest] = phase
-
-
-def _cleaned(name: str) -> str:
-    """Return a valid name of a phase, in which "_" replaces each character that is not allowed."""
-    name = re.sub(r"[^A-Za-z0-9 _.+/()-]", "_", one_line(name, _LONGEST_NAME))
-    if not re.match(r"[A-Za-z0-9]", name):
-        name = f"phase {name}"[:_LONGEST_NAME].strip()
-    try:
-        return named_by_strategy(name)
-    except ValueError:  # weighin has a phase of this name
-        return f"{name} (program)"
 
 
 class Listener:
@@ -340,9 +312,11 @@ class Listener:
         self._waiting = set[socket.socket]()  # a rank that says it twice is still one
 
     def watch(
-        self, take: Callable[[Reported, Message], None], counters: Callable[[], Counters]
+        self, take: Callable[[Reported, Message], None], counters: Callable[[Reported], Counters]
     ) -> None:
-        """Start the thread that calls ``take`` with each message, and then answers it."""
+        """Start the thread that calls ``take`` with each message, and then answers it. ``counters`` returns the
+        figures of the cgroup for the phases of a process that has ended.
+        """
         self._take, self._counters = take, counters
         self._thread = threading.Thread(target=self._listen, name="messages", daemon=True)
         self._thread.start()
@@ -356,7 +330,8 @@ class Listener:
             self._thread.join()
         # Before the cgroup is removed, whose counters are read:
         for reported in self.by_process.values():
-            reported.close(self._counters if reported.is_main else Counters)
+            if reported.open:
+                reported.close(self._counters(reported))
         for each in (*self._connections, self._server, self._woken, self._wake):
             each.close()
         self._selector.close()
@@ -367,9 +342,8 @@ class Listener:
         deadline: float | None = None
         try:
             while deadline is None or time.monotonic() < deadline:
-                wait_s = (
-                    _INTERVAL_S if any(each.open for each in self.by_process.values()) else None
-                )
+                in_phase = any(each.open for each in self.by_process.values())
+                wait_s = _INTERVAL_S if in_phase else None
                 ready = self._selector.select(wait_s if deadline is None else 0)
                 if deadline and not ready:
                     return
@@ -380,8 +354,8 @@ class Listener:
                         self._selector.unregister(self._woken)
                         deadline = time.monotonic() + _DRAIN_S
                 for each in self.by_process.values():
-                    if each.open:
-                        each.sample(self._counters if each.is_main else Counters)
+                    if each.open and not each.sample():
+                        each.close(self._counters(each))
         except BaseException as error:  # the main thread raises it
             self.error = error
 
@@ -404,7 +378,7 @@ class Listener:
         self._selector.register(connection, selectors.EVENT_READ, receive)
         if (pid, ticks) not in self.by_process:
             is_main = not self.by_process and len(self.ranks) == 1
-            reported = self.ranks[0] if is_main else Reported(is_main=False)
+            reported = self.ranks[0] if is_main else Reported()
             self.by_process[pid, ticks], reported.pid = reported, pid
 
     def _receive(self, connection: socket.socket, process: tuple[int, int]) -> None:
@@ -419,8 +393,8 @@ class Listener:
         if message is None:
             if packet:
                 reported.note(
-                    "sent a message with an impossible or unknown value, which weighin did not take:"
-                    " phases may be missing"
+                    "a process sent a message with an impossible or unknown value, which weighin did"
+                    " not take: phases may be missing"
                 )
             is_worker = reported.current is not None or reported.told.baseline
             if not packet or not is_worker or meets:
@@ -430,8 +404,8 @@ class Listener:
             if message.rank >= len(self.ranks) or self.ranks[message.rank].pid:
                 self._drop(connection)
                 return
-            self.by_process[process] = chosen = self.ranks[message.rank]
-            chosen.pid, chosen.is_main = process[0], message.rank == 0
+            self.by_process[process] = self.ranks[message.rank]
+            self.ranks[message.rank].pid = process[0]
             return
         else:
             self._take(reported, message)

@@ -6,7 +6,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from io import FileIO
@@ -51,9 +51,9 @@ _Key = tuple[str, str, str]
 
 
 class LoadSpec(Spec):
-    """A load, a save or a test's body. Behind the file offset ``stall_from_bytes``, a slow disk never answers a
-    read. A worker that is asked for ``only_baseline`` is killed when it has reported it.
-    """
+    """A load, a save or a test's body. A worker that is asked for ``only_baseline`` is killed when it has reported it."""
+
+    only_baseline = False
 
     def __init__(
         self,
@@ -61,15 +61,11 @@ class LoadSpec(Spec):
         files: Sequence[Path] = (),
         model_bytes: int | None = None,
         settings: Settings | None = None,
-        *,
-        on_phase: Callable[[str], None] = lambda _: None,
-        stall_from_bytes: int | None = None,
-        only_baseline: bool = False,
     ) -> None:
-        super().__init__(job.cell, settings, files, on_phase)
+        super().__init__(job.cell, settings, files)
+        self.pace = Pace(job.cell.disk_bytes_per_s, job.cell.disk_latency_ns)
         self.changed: list[Path] = []  # the checkpoint's files that changed meanwhile
         self._job, self._model_bytes = job, model_bytes
-        self._stall_from_bytes, self._only_baseline = stall_from_bytes, only_baseline
         self._states = {file: _state(file) for file in files}
         self._held = ExitStack()
         self._held_bytes: int | None = None
@@ -84,17 +80,18 @@ class LoadSpec(Spec):
         printed, end = os.pipe()
         self._end = opened.enter_context(FileIO(end, "wb"))
         self.printed = child_process.Tail(printed)
-        if pace := Pace(cell.disk_bytes_per_s, cell.disk_latency_ns, self._stall_from_bytes):
+        if self.pace:
             folder = folder_of(Path(job.checkpoint))
-            self.disk = Mount(folder, pace, staging.slow_disks())
+            self.disk = Mount(folder, self.pace, staging.slow_disks())
             opened.callback(self.disk.close)
             inside = self.disk.folder / Path(job.checkpoint).relative_to(folder)
             self._job = replace(job, checkpoint=str(inside))
             self.facts["disk"] = {"means": "fuse", "request_bytes": LARGEST_READ_BYTES}
-        if size := (self._model_bytes or 0) * cell.ranks if self.settings.steady else 0:
-            # Leave memory for what the worker needs before its baseline: a save's model, a warm
-            # load's file. A strategy of weighin needs at most two copies of the model and its file
-            # in the page cache.
+        if self.settings.steady and self._model_bytes:
+            # A strategy of weighin needs at most two copies of the model and its file in the page
+            # cache. Leave memory for what the worker needs before its baseline: a save's model, a
+            # warm load's file.
+            size = self._model_bytes * cell.ranks
             spare = size if cell.operation == "save" or cell.cache == "warm" else 0
             opened.enter_context(self._held)
             self._held_bytes = self._held.enter_context(held(3 * size, spare))
@@ -116,7 +113,7 @@ class LoadSpec(Spec):
         return self._running
 
     def before_load(self) -> None:
-        if self._only_baseline:
+        if self.only_baseline:
             self._running.kill()
         if self._held_bytes is not None:
             time.sleep(SETTLED_S)
@@ -131,71 +128,59 @@ class LoadSpec(Spec):
                 outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
             what = "changed the checkpoint's files during the measurement"
             seen.changed = outcome, f"{who} {what}: {few([file.name for file in self.changed])}"
-        if target := self._job.target:
-            written = (path for path in Path(target).rglob("*") if path.is_file())
-            if kept := page_cache.drop(written):
-                return [
-                    f"{format_bytes(kept)} of the written files could not be dropped from the page"
-                    " cache: on a tmpfs, files take up memory; put weighin's cache on a disk:"
-                    " WEIGHIN_CACHE=/path"
-                ]
+        if target := self._job.target:  # else its pages could slow the next cell
+            page_cache.drop(path for path in Path(target).rglob("*") if path.is_file())
         return []
 
     # The result of a load -------------------------------------------------------------------------
 
     def figures(self, watch: Watch, outcome: Outcome) -> dict[str, Any]:
-        ranks, told, refaults = watch.ranks, watch.ranks[0].told, watch.at_baseline.refaults
+        ranks, told, seen = watch.ranks, watch.ranks[0].told, watch.seen
         is_whole = outcome is Outcome.OK or all(each.is_done for each in ranks)
         loads = [each.told.load_ns for each in ranks]
         slowest = max(ranks, key=lambda each: math.inf if each.ready_ns is None else each.ready_ns)
         times = ("import_ns", "load_ns", "touch_ns", "first_use_ns", "marks_ns")
-        refaults = grown(refaults, (watch.at_ready or watch.at_end).refaults)
+        number, private_bytes = watch.sampler.others if watch.sampler else (0, 0)
+        warnings = []
+        if private_bytes >= _NOTABLE_BYTES and self.cell.use != FORK:
+            started, size = f"{number} process{'es' * (number > 1)}", format_bytes(private_bytes)
+            warnings.append(
+                "peak RSS and anonymous memory are those of the measured process alone; it started"
+                f" {started}, with {size} of private memory in all (sampled)"
+            )
+        of_ranks = []
+        for rank, each in enumerate(ranks if len(ranks) > 1 else ()):
+            ended, has_samples = seen.exits.get(rank), watch.rank_samples.get(rank)
+            of_ranks.append(
+                Rank(
+                    phase=each.current,
+                    load_ns=each.told.load_ns,
+                    ready_ns=each.ready_ns,
+                    peak_rss_bytes=largest(phase.peak_rss_bytes for phase in each.load_phases),
+                    pss_bytes=each.told.pss_bytes,
+                    exit_code=0 if each.is_done else ended.shell_code if ended else None,
+                    samples_path=run_folder.samples_path(self.cell, rank) if has_samples else None,
+                )
+            )
         return {
-            "last_phase": None if is_whole else ranks[watch.seen.culprit].current,
+            "last_phase": None if is_whole else ranks[seen.culprit].current,
             "model_bytes": self._model_bytes,
             "baseline": told.baseline,
             "peaks": _peaks(watch),
             "phases": ranks[0].phases,
             "load_ns": None if None in loads else largest(loads),
             "ready_ns": slowest.ready_ns,
-            "faults": _faults(watch, refaults),
+            "faults": _faults(watch),
             "touched_bytes_before": self._held_bytes,
             "written": told.written,
             "cost": {name: getattr(slowest.told, name) for name in times},
             "allocator_summary": told.summary,
             "sources_hash": self._sources_hash,
-            "warnings": self._warnings(watch),
+            "warnings": warnings,
             "processes": watch.processes,
-            "ranks": tuple(self._ranks(watch)) if len(ranks) > 1 else (),
+            "ranks": tuple(of_ranks),
             "use": _use(watch),
         }
-
-    def _ranks(self, watch: Watch) -> Iterator[Rank]:
-        for number, each in enumerate(watch.ranks):
-            ended, has_samples = watch.seen.exits.get(number), watch.rank_samples.get(number)
-            yield Rank(
-                phase=each.current,
-                load_ns=each.told.load_ns,
-                ready_ns=each.ready_ns,
-                peak_rss_bytes=largest(phase.peak_rss_bytes for phase in each.load_phases),
-                pss_bytes=each.told.pss_bytes,
-                exit_code=0 if each.is_done else ended.shell_code if ended else None,
-                samples_path=run_folder.samples_path(self.cell, number) if has_samples else None,
-            )
-
-    def _warnings(self, watch: Watch) -> Iterator[str]:
-        if len(watch.ranks) > 1 and not watch.running.cgroup:
-            yield (
-                "without a cgroup, the memory that ranks share cannot be counted once, so the"
-                " file-backed memory is that of the rank that has the most"
-            )
-        number, private_bytes = watch.sampler.others if watch.sampler else (0, 0)
-        if private_bytes >= _NOTABLE_BYTES and self.cell.use != FORK:
-            started, size = f"{number} process{'es' * (number > 1)}", format_bytes(private_bytes)
-            yield (
-                "peak RSS and anonymous memory are those of the measured process alone; it started"
-                f" {started}, with {size} of private memory in all (sampled)"
-            )
 
 
 def _peaks(watch: Watch) -> Peaks:
@@ -205,13 +190,12 @@ def _peaks(watch: Watch) -> Peaks:
     if sampler and not (watch.at_ready or ranks[0].told.outcome):
         # The worker died inside a phase, whose high-water mark only the last sample has.
         rss += sampler.last_peaks_rss_bytes
-    baseline_ns = max(each.told.baseline_ns for each in ranks)
-    last_ns = max(each.told.ready_at_ns or math.inf for each in ranks)
-    seen: list[Memory | Sample] = []
-    if len(ranks) == 1:  # the memory of one rank is not the memory of the cell
-        seen += [phase.end for phase in phases]
+    # The memory of one rank is not the memory of the cell.
+    seen: list[Memory | Sample] = [phase.end for phase in phases if len(ranks) == 1]
     if all(each.told.baseline for each in ranks):
-        seen += [each for each in watch.samples if baseline_ns <= each.t_ns <= last_ns]
+        first_ns = max(each.told.baseline_ns for each in ranks)
+        last_ns = max(each.told.ready_at_ns or math.inf for each in ranks)
+        seen += [each for each in watch.samples if first_ns <= each.t_ns <= last_ns]
     of_driver = [each.cuda_driver_bytes for each in seen if isinstance(each, Sample)]
     number, private_bytes = sampler.others if sampler else (0, 0)
     pss = [each.told.pss_bytes for each in ranks]
@@ -236,30 +220,31 @@ def _peaks(watch: Watch) -> Peaks:
     )
 
 
-def _faults(watch: Watch, refaults: int | None) -> Faults | None:
+def _faults(watch: Watch) -> Faults | None:
     ranks, seen = watch.ranks, list[Sample]()
     phases = [phase for each in ranks for phase in each.load_phases]
-    minor = sum(phase.minor_faults for phase in phases)
-    major = sum(phase.major_faults for phase in phases)
     if ranks[0].told.baseline and not watch.at_ready and len(ranks) == 1:
         # The worker died inside a phase, whose page faults only the samples have.
         since_ns = phases[-1].end_ns if phases else ranks[0].told.baseline_ns
         seen = [each for each in watch.samples if each.t_ns >= since_ns]
+    minor = sum(phase.minor_faults for phase in phases)
+    major = sum(phase.major_faults for phase in phases)
     if seen:
         minor += seen[-1].minor_faults - seen[0].minor_faults
         major += seen[-1].major_faults - seen[0].major_faults
+    refaults = grown(watch.at_baseline.refaults, (watch.at_ready or watch.at_end).refaults)
     return Faults(minor, major, refaults) if phases or seen else None
 
 
 def _use(watch: Watch) -> Use | None:
+    told = watch.ranks[0].told
     phases = [phase for phase in watch.ranks[0].phases if is_of_use(phase.name)]
     if not phases or len(watch.ranks) > 1:
         return None
     start_ns, end_ns = phases[0].start_ns, phases[-1].end_ns
     seen = [each.anon_bytes for each in watch.samples if start_ns <= each.t_ns <= end_ns]
-    sampled = largest([*seen, *(phase.end.anon_bytes for phase in phases)])
-    told = watch.ranks[0].told
-    return Use(sampled, told.gradients, told.children_private_bytes)
+    seen += [phase.end.anon_bytes for phase in phases]
+    return Use(largest(seen), told.gradients, told.children_private_bytes)
 
 
 class Loads:
@@ -308,7 +293,8 @@ class Loads:
             if cell.operation == "save" or cell.use == SAVE:
                 job = replace(job, target=str(opened.enter_context(save_folder(model_bytes))))
             files = [*formats.files(Path(job.checkpoint)), *files_of_adapter(cell.model)]
-            spec = LoadSpec(job, files, model_bytes, task.settings, on_phase=self._progress.phase)
+            spec = LoadSpec(job, files, model_bytes, task.settings)
+            spec.on_phase = self._progress.phase
             measured = measure(task.isolation, spec, known, task.reference_for(cell))
         if spec.changed and checkpoint.in_place:
             trouble = CheckpointError(
@@ -372,7 +358,9 @@ class Loads:
         changes |= {"ranks": 1, "disk_bytes_per_s": None, "disk_latency_ns": None}
         job = replace(job, cell=replace(job.cell, **changes))
         settings = Settings().model_copy(update={"timeout_s": _PROBE_TIMEOUT_S})
-        measured = measure(isolation, LoadSpec(job, settings=settings, only_baseline=True))
+        spec = LoadSpec(job, settings=settings)
+        spec.only_baseline = True
+        measured = measure(isolation, spec)
         if measured.trouble:
             raise measured.trouble
         result = measured.result

@@ -19,16 +19,8 @@ from weighin.child_process import signal_each
 from weighin.errors import HarnessError
 from weighin.files import no_link
 from weighin.isolation.base import Exit, Isolation, Running
-from weighin.probes import kernel_log, page_cache
-from weighin.probes.cgroup import (
-    Cgroup,
-    Counters,
-    grown,
-    limits_around,
-    memory_cgroup_of,
-    pressure_file_of,
-    read_machine_oom_kills,
-)
+from weighin.probes import cgroup, kernel_log, page_cache
+from weighin.probes.cgroup import Cgroup, Counters, grown
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, with_cuda
 from weighin.probes.process_table import command_of
 from weighin.probes.sampler import Sampler, write_samples
@@ -54,31 +46,23 @@ _PATIENCE_S: Final = 10.0  # from SIGKILL to the end of a process
 _PAUSE_S: Final = 0.01  # while a server, or the end of what outlives a command, is awaited
 _RANKS_END_S: Final = 0.5  # for other ranks to fail after one, so that the first cause is known
 _TEST_S: Final = 0.5  # between two tests whether the cell thrashes
-_TEST_SHARE: Final = 10  # and at least so many times a test, which is slow in a thrashing container
-_COMMAND_LENGTH: Final = 120
 _AFTER_KILL_S: Final = 1.0  # from the kill of a process of a server, which will not be ready
 
 
 class Spec:
-    """One cell to measure: a ``LoadSpec`` or a ``CommandSpec``. Its ``files`` are dropped from the page cache
-    first; ``on_phase`` gets the name of each phase of a load that begins.
-    """
+    """One cell to measure: a ``LoadSpec`` or a ``CommandSpec``. Its ``files`` are dropped from the page cache first."""
 
     named = "the checkpoint"  # the ``files`` in words
     disk: "Mount | None" = None  # slow, from which a load reads
     readiness: Readiness | None = None  # of a command that is a server
 
     def __init__(
-        self,
-        cell: Cell,
-        settings: Settings | None = None,
-        files: Sequence[Path] = (),
-        on_phase: Callable[[str], None] = lambda _: None,
+        self, cell: Cell, settings: Settings | None = None, files: Sequence[Path] = ()
     ) -> None:
         self.cell, self.settings, self.files = cell, settings or Settings(), files
-        self.on_phase = on_phase
         self.facts: dict[str, Any] = {}  # about the cell's environment, for the record
         self.is_load = cell.operation != "command"  # or a save, or a test's body: in a worker
+        self.on_phase: Callable[[str], object] = str  # gets the name of each phase of a load
 
     def before_load(self) -> None:
         """Do what is to be done when the worker waits for the begin of its load."""
@@ -119,37 +103,36 @@ def measure(
     """Run one cell to its end, or until it thrashes in comparison with ``reference``, without a limit."""
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(spec.files) if spec.files else None
-    warnings = []
-    if spec.files and cached_bytes is None:
-        warnings.append(
+    doubt = ""
+    if cached_bytes:
+        size = format_bytes(cached_bytes)
+        doubt = f"{size} of {spec.named} could not be dropped from the page cache"
+    elif spec.files and cached_bytes is None:
+        doubt = (
             f"weighin cannot tell whether {spec.named} left the page cache: Linux"
             " reports cached pages only to a user who owns the files or may write them"
         )
-    elif cached_bytes:
-        left = format_bytes(cached_bytes)
-        warnings.append(f"{left} of {spec.named} could not be dropped from the page cache")
     with staging.own_folder(Path(tempfile.gettempdir()), PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
         watch = Watch(spec, Listener(folder, spec.cell.ranks), reference)
-        opened.callback(watch.abandon)
+        opened.callback(watch.close)
         trouble: HarnessError | None = None
         with interrupts.put_off(), ExitStack() as failing:
             running = spec.start(isolation, folder)
             failing.callback(running.close)
             failing.callback(watch.release)
-            try:
-                watch.begin(running)
-                watch.wait()
-                watch.end()
-            finally:
-                watch.close()
+            failing.callback(watch.close)
+            watch.begin(running)
+            watch.wait()
+            watch.end()
+            watch.close()
             failing.pop_all()
             watch.release()
             try:
                 running.close()
             except HarnessError as error:  # the result is still recorded
                 trouble = error
-        warnings = spec.finish(watch.seen) + warnings
+        warnings = [*spec.finish(watch.seen), doubt]
         result = result_of(
             spec,
             watch,
@@ -170,11 +153,10 @@ def result_of(
     **known: Any,
 ) -> Result:
     """Return the record of a cell that has ended; ``known`` are further fields of it."""
-    seen = watch.evidence()
-    judged, message = judge(seen)
-    figures, outcome, doubts = spec.figures(watch, judged), judged, list[str]()
-    if outcome is Outcome.OK:
-        doubts, message = [message] * bool(message), ""
+    judged, message = judge(seen := watch.seen)
+    figures, outcome, doubt = spec.figures(watch, judged), judged, ""
+    if judged is Outcome.OK:
+        doubt, message = message, ""
         spent_ns = max(figures["ready_ns"] or 0, figures["load_ns"] or 0)
         base, peaks = figures.get("baseline"), figures["peaks"]
         if why := contradiction(spec.cell, peaks, base, spent_ns, wall_ns):
@@ -182,16 +164,17 @@ def result_of(
     if outcome is Outcome.THRASHING:  # it was killed, so its times are no results
         figures |= {"load_ns": None, "ready_ns": None}
         figures["cost"]["load_ns"] = None
-    unseen = [watch.running.unseen] if watch.running.unseen else []
     before, totals = watch.at_baseline, watch.at_ready or watch.at_end
     some, full = grown(before.some_ns, totals.some_ns), grown(before.full_ns, totals.full_ns)
-    notes = [text for each in (*watch.ranks, *watch.others) for text in each.told.notes]
+    notes = [watch.running.unseen]
+    notes += [text for each in (*watch.ranks, *watch.others) for text in each.told.notes]
     if seen.ended.still_runs:
         notes.append(
             "the measured process was still running when this was recorded: SIGKILL did not end it"
         )
     if seen.oom_kills and judged not in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
         notes.append(lost(seen.oom_kills))
+    notes += [*figures.pop("warnings"), doubt, *warnings]
     return Result(
         schema=SCHEMA,
         cell=spec.cell,
@@ -202,7 +185,7 @@ def result_of(
         limit_events=watch.at_end.limit_events,
         exit_code=seen.ended.shell_code,
         cost=Cost(wall_ns=wall_ns, **figures.pop("cost")),
-        warnings=(*dict.fromkeys([*unseen, *notes]), *figures.pop("warnings"), *doubts, *warnings),
+        warnings=tuple(dict.fromkeys(filter(None, notes))),
         samples_path=run_folder.samples_path(spec.cell) if watch.samples else None,
         stopped=None if judged is Outcome.OOM_KILLED else seen.stopped,
         **known,
@@ -211,15 +194,13 @@ def result_of(
 
 
 class Watch:
-    """Watches one cell from outside: its messages, its memory, its cgroup, and its end. Call ``begin``,
-    ``wait``, ``end``, ``close`` and ``evidence`` in this order.
-    """
+    """Watches one cell from outside. Call ``begin``, ``wait``, ``end`` and ``close`` in this order."""
 
     def __init__(
         self, spec: Spec, listener: Listener, reference: verdict.Reference | None = None
     ) -> None:
         self.listener, self.ranks = listener, listener.ranks  # of a command, the main process
-        self.seen = Evidence(spec.cell, ranks=listener.ranks)
+        self.seen = Evidence(spec.cell, ranks=listener.ranks)  # whole after ``end``
         self.samples: list[Sample] = []  # of several ranks, of all together
         self.rank_samples: dict[int, list[Sample]] = {}
         self.sampler: Sampler | None = None
@@ -233,25 +214,26 @@ class Watch:
         self.at_baseline = Counters(refaults=zero, some_ns=zero, full_ns=zero)
         self.at_ready: Counters | None = None  # when all ranks had read every byte
         self.started_s = time.time()
-        self.processes: tuple[Process, ...] = ()  # after ``evidence``
+        self.processes: tuple[Process, ...] = ()
         self.ended_rest: tuple[str, ...] = ()  # by ``end_rest``
         self.all_ended = False
         self._spec, self._reference = spec, reference if spec.cell.ram_limit_bytes else None
         self._test_s = time.monotonic() + _TEST_S if self._reference else math.inf
         self._log = kernel_log.position()
-        self._machine_oom_kills = read_machine_oom_kills()
+        self._machine_oom_kills = cgroup.read_machine_oom_kills()
         self._is_frozen = False  # since a server is ready, or weighin has killed the cell
         self._driver: DriverMemory | None = None
-        self._reading = threading.RLock()  # of the mark, which this thread and the listener's reset
+        self._reading = threading.RLock()  # of the mark, for this thread and the listener's
         self.started_ns = self.ended_ns = time.monotonic_ns()
 
     # Before and while the cell runs ---------------------------------------------------------------
 
     def begin(self, running: Running) -> None:
         self.running, self.cgroup = running, cgroup_of(running)
-        self._home = memory_cgroup_of(running.pid) if running.pid and not running.cgroup else None
+        is_alone = running.pid and not running.cgroup
+        self._home = cgroup.memory_cgroup_of(running.pid) if is_alone else None
         if running.cgroup:
-            self.seen.limits = limits_around(running.cgroup.parent)
+            self.seen.limits = cgroup.limits_around(running.cgroup.parent)
         if self._spec.settings.stacks:
             from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
 
@@ -260,7 +242,7 @@ class Watch:
             self._start_sampling()
         for each in self.ranks:
             each.before = self._counters()
-        self.listener.watch(self._take, self._counters)
+        self.listener.watch(self._take, self._at_mark)
         if self._spec.readiness:
             self._spec.readiness.begin(self._freeze)
 
@@ -306,13 +288,11 @@ class Watch:
         self.ended_ns = self.server_ready_ns or time.monotonic_ns()
 
     def _thrashes(self, reference: verdict.Reference) -> Stopped | None:
-        start_s, before = time.monotonic(), self.at_baseline
-        now, limit_bytes = self._counters(), self._spec.cell.ram_limit_bytes or 0
-        end_s = time.monotonic()
-        self._test_s = end_s + max(_TEST_S, _TEST_SHARE * (end_s - start_s))
+        before, now = self.at_baseline, self._counters()
+        self._test_s = time.monotonic() + _TEST_S
         pages = grown(before.refaults or 0, now.refaults)  # before the load, from the start on
         peak_bytes = largest((self.peak_bytes, now.peak_bytes))
-        if peak_bytes is not None and peak_bytes < limit_bytes:
+        if peak_bytes is not None and peak_bytes < (self._spec.cell.ram_limit_bytes or 0):
             return None
         return verdict.proof(
             reference,
@@ -338,14 +318,20 @@ class Watch:
                 self.peak_bytes = largest((self.peak_bytes, now.peak_bytes))
             return now
 
-    def _reset_mark(self) -> bool:
-        return self.cgroup is not None and self.cgroup.reset_peak()
+    def _at_mark(self, reported: Reported) -> Counters:
+        """Read the cgroup for a phase of the main process, and reset its mark: no peak if that is impossible."""
+        with self._reading:
+            if len(self.ranks) > 1:  # they share a cgroup, so its peak is of no single phase
+                return Counters(usage_bytes=self._counters().usage_bytes)
+            if not self.cgroup or reported is not self.ranks[0]:
+                return Counters()
+            now = self._counters()
+            return now if self.cgroup.reset_peak() else replace(now, peak_bytes=None)
 
     @property
     def others(self) -> list[Reported]:
         """What processes have reported that are not ranks, or of a command, not the main process."""
-        every = self.listener.by_process.values()
-        return [each for each in every if not any(each is rank for rank in self.ranks)]
+        return [each for each in self.listener.by_process.values() if each not in self.ranks]
 
     @property
     def server_ready_ns(self) -> int | None:
@@ -354,18 +340,21 @@ class Watch:
     # What the cell reports ------------------------------------------------------------------------
 
     def _take(self, reported: Reported, message: Message) -> None:
-        is_rank, is_alone = any(reported is each for each in self.ranks), len(self.ranks) == 1
-        of_load = self._spec.is_load and (is_rank or isinstance(message, Ended))
+        of_load = self._spec.is_load and (reported in self.ranks or isinstance(message, Ended))
         if not of_load and not isinstance(message, Begin | End):
             return  # a command reports phases alone, and a strategy's own process may say anything
         with self._reading:
             match message:
                 case Begin():
-                    now = self._counters() if reported.is_main else Counters()
-                    resets = not reported.is_main or self._reset_mark() or not self.cgroup
-                    reported.begin(message, now, resets_group=resets)
+                    now = self._at_mark(reported)
+                    if now.usage_bytes is not None and now.peak_bytes is None:
+                        reported.note(
+                            "phases have no cgroup peak, because the cgroup's peak could not be reset"
+                            " (cgroup v2 needs Linux 6.12 for it)"
+                        )
+                    reported.begin(message, now)
                 case End():
-                    reported.end(message, self._counters() if reported.is_main else Counters())
+                    reported.end(message, self._at_mark(reported))
                 case Ended():
                     if message.rank < len(self.ranks):
                         self.ranks[message.rank].stderr_tail = message.stderr_tail
@@ -379,12 +368,10 @@ class Watch:
                         self._spec.on_phase(message.phase)
                     is_ready = all(each.told.ready_at_ns is not None for each in self.ranks)
                     if message.ready_at_ns is not None and is_ready:
+                        is_alone = len(self.ranks) == 1
                         self.at_ready = reported.before if is_alone else self._counters()
-                case _ if is_alone:  # a worker's phase
-                    reported.add(message, self._counters(), resets_group=self._reset_mark())
-                case _:  # ranks share a cgroup, so its figures are of no single phase
-                    usage = Counters(usage_bytes=self._counters().usage_bytes)
-                    reported.add(message, usage, resets_group=False)
+                case _:  # a worker's phase
+                    reported.add(message, self._at_mark(reported))
 
     def _take_baseline(self, reported: Reported, message: Told) -> None:
         """Store one rank's memory before the load; the ranks load only after all have reported it."""
@@ -412,7 +399,7 @@ class Watch:
             told.environment["cuda_driver_source"] = source
         if len(self.ranks) > 1:
             self._start_sampling()
-        if self._reset_mark():
+        if self.cgroup and self.cgroup.reset_peak():
             self.peak_bytes = None
 
     # The end of the cell --------------------------------------------------------------------------
@@ -447,79 +434,69 @@ class Watch:
             if not spec.is_load:  # the last sample has all page cache, which stays in the cgroup
                 self.sampler.without_caches()
 
-    def close(self) -> None:
-        self.listener.close()
-        driver = self._driver.stop() if self._driver else None
-        if self.sampler:
-            self.rank_samples = self.sampler.rank_samples
-            self.samples = with_cuda(self.sampler.stop(), self.ranks[0].told.points, driver)
-        if self.cgroup:
-            self.cgroup.close()
-        if self.listener.error:
-            raise self.listener.error
+        self._collect_evidence()
 
-    def abandon(self) -> None:
-        """Close what is still open; a second call does nothing."""
-        self.listener.close()
-        if self._log is not None:
-            os.close(self._log)
-            self._log = None
-
-    def evidence(self) -> Evidence:
-        """Return what is known about the cell, of which the end is now known, too."""
+    def _collect_evidence(self) -> None:
         seen, running, spec = self.seen, self.running, self._spec
         seen.oom_kills = self.at_end.oom_kills
         seen.peak_bytes = largest((self.peak_bytes, self.at_end.peak_bytes))
         if self.sampler:
             seen.oom_kills = largest((seen.oom_kills, self.sampler.oom_kills))
             seen.escape, table = self.sampler.escape, self.sampler.table
-            self.processes = table.processes()
-            if (
-                not seen.escape
-                and self.cgroup
-                and is_beyond(table.most_anon_bytes, self.peak_bytes)
-            ):
-                whose = "its" if spec.is_load else "the command's"
-                seen.escape = (
-                    f"a process had {format_bytes(table.most_anon_bytes)} of anonymous memory, and"
-                    f" {whose} cgroup never more than {format_bytes(self.peak_bytes or 0)}"
-                )
+            self.processes, most_bytes = table.processes(), table.most_anon_bytes
+            if not seen.escape and is_beyond(most_bytes, self.peak_bytes):
+                most, peak = format_bytes(most_bytes), format_bytes(self.peak_bytes or 0)
+                had = f"a process had {most} of anonymous memory"
+                seen.escape = f"{had}, and its cgroup never more than {peak}"
+        pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
 
         def limit_of(kill: Kill) -> int | None:
             around = (size for size, group in seen.limits if f"{group}".endswith(kill.limit_of))
             return next(around, None) if kill.limit_of else spec.cell.ram_limit_bytes
 
-        pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
-        seen.machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
+        now = cgroup.read_machine_oom_kills()
+        seen.machine_oom_kills = grown(self._machine_oom_kills, now)
         if seen.machine_oom_kills == 0:
             seen.kills = ()
-            return seen
+            return
         log, self._log = self._log, None  # which is closed there
         kills = kernel_log.kills_since(log, running.cgroup, running.pid or 0, pids, self._home)
         if kills is not None:
             seen.kills = [replace(each, limit_bytes=limit_of(each)) for each in kills]
             # The log names the processes that were killed: the others are not ours.
             seen.machine_oom_kills = len(kills)
-        return seen
+
+    def close(self) -> None:
+        """Stop all threads; a second call does nothing."""
+        self.listener.close()
+        driver = self._driver.stop() if self._driver else None
+        self._driver = None
+        if self.sampler and not self.samples:
+            self.rank_samples = self.sampler.rank_samples
+            self.samples = with_cuda(self.sampler.stop(), self.ranks[0].told.points, driver)
+        if self.cgroup:
+            self.cgroup.close()
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+        if self.listener.error:
+            raise self.listener.error
 
 
 def end_rest(running: Running, grace_s: float) -> tuple[str, ...]:
     """End the processes of a command that outlive the first; return the command lines of those that had to be."""
     names, spared = [], {running.pid}
 
-    def rest(patience_s: float) -> list[int]:
-        """Wait for the end of all that are not spared; return the pids of those that still run."""
+    def rest(patience_s: float) -> set[int]:
         deadline = time.monotonic() + patience_s
-        while left := [pid for pid in running.members() if pid not in spared]:
-            if time.monotonic() >= deadline:
-                break
+        while (left := {*running.members()} - spared) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         return left
 
-    for pid in rest(0.3):  # a command's short children end by themselves in this time
+    for pid in sorted(rest(0.3)):  # a command's short children end by themselves in this time
         name = f"process {pid}"
         with suppress(OSError):
-            name = one_line(command_of(pid), _COMMAND_LENGTH) or name
+            name = one_line(command_of(pid), 120) or name
         try:
             signal_each([pid], signal.SIGTERM)
             names.append(name)
@@ -534,4 +511,4 @@ def cgroup_of(running: Running) -> Cgroup | None:
     """Return the cgroup of what runs; None without one, or if weighin cannot see it."""
     if not running.pid or not running.cgroup:
         return None
-    return running.opened or Cgroup(running.cgroup, pressure_file_of(running.pid))
+    return running.opened or Cgroup(running.cgroup, cgroup.pressure_file_of(running.pid))
