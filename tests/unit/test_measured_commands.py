@@ -17,7 +17,6 @@ from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.probes import kernel_log, page_cache
 from weighin.records.verdict import Reference
 from weighin.result import Faults, Outcome, Peaks, Result
-from weighin.run import measure as watch
 from weighin.run.commands import CommandSpec
 from weighin.run.measure import Measured, measure
 from weighin.units import MIB
@@ -26,7 +25,7 @@ from weighin.units import MIB
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no other process of the machine be killed for lack of memory."""
-    monkeypatch.setattr(watch.cgroup, "read_machine_oom_kills", lambda: 0)
+    monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", lambda: 0)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
 
 from weighin.probes.cgroup import Cgroup
 from weighin.result import Outcome, Pressure
-from weighin.run import measure as watch
 
 __all__ = ["fake_sampler"]
 
@@ -71,7 +70,9 @@ def test_pressure_is_what_the_load_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
     group = Group(tmp_path, 2)
-    monkeypatch.setattr(watch.cgroup, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
+    monkeypatch.setattr(
+        "weighin.probes.cgroup.pressure_file_of", lambda pid: tmp_path / "memory.pressure"
+    )
     used: list[Step] = [begin("forward"), group.has(pressure_us=20), phase("forward"), done()]
     script: list[Step] = [
         *BASELINE,
@@ -89,7 +90,9 @@ def test_the_refaults_and_the_pressure_of_a_killed_load_are_all_that_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
     group = Group(tmp_path, 2)
-    monkeypatch.setattr(watch.cgroup, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
+    monkeypatch.setattr(
+        "weighin.probes.cgroup.pressure_file_of", lambda pid: tmp_path / "memory.pressure"
+    )
     script: list[Step] = [
         *BASELINE,
         begin("read"),

@@ -188,7 +188,7 @@ def lost(kills: Sequence[Kill], group: Path | None, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kernel_log, "position", lambda **_: 0)
     monkeypatch.setattr(kernel_log, "kills_since", since)
-    monkeypatch.setattr(watch.cgroup, "read_machine_oom_kills", count(3).__next__)
+    monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", count(3).__next__)
     seen = Seen(oom_kills=1, peak_bytes=3 * MIB)
     script = [*LOADED, failed("strategy_failed", "broken pool")]
     running = FakeRunning(script, Exit(1), inside=seen, cgroup=group)
