@@ -126,7 +126,7 @@ def test_the_first_worker_has_no_limit_and_a_cold_load() -> None:
 
 def test_the_test_of_a_worker_checks_the_limits_of_other_machines_cells_too() -> None:
     run = replace(asked(BASELINE, DONE), more_limits=[(4000 * MIB, 1), (1 * MIB, 2)])
-    assert complaint(run).startswith("--ram 1MiB is less than `import torch` alone needs here in 2")
+    assert complaint(run).startswith("--ram 1MiB is less than `import torch` alone needs here (")
 
 
 def test_a_run_that_was_tested_before_starts_no_worker_for_it() -> None:
@@ -143,7 +143,7 @@ def test_a_run_that_was_tested_before_starts_no_worker_for_it() -> None:
         (1, 250 * MIB, ""),
         (1, 250 * MIB - 1, " ({})"),
         (3, 750 * MIB, ""),
-        (3, 750 * MIB - 1, " in 3 ranks ({})"),
+        (3, 750 * MIB - 1, " ({})"),
     ],
 )
 def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said: str) -> None:

@@ -1,5 +1,3 @@
-import ctypes
-
 import pytest
 
 from weighin.probes import environment
@@ -35,12 +33,3 @@ def test_what_others_will_need_is_left_to_them(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_to_touch() -> None:
     with loads.held(0) as held_bytes:
         assert held_bytes == 0
-
-
-def test_ctrl_c_while_memory_is_touched_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ctypes, "memset", interrupt)
-    with pytest.raises(KeyboardInterrupt), loads.held(MIB):
-        pass

@@ -1,7 +1,6 @@
 """Prepare the checkpoints of a run of loads or saves, and measure each cell of it."""
 
 import compileall
-import ctypes
 import math
 import mmap
 import os
@@ -369,18 +368,16 @@ class Loads:
                 raise ConfigError(f"nothing can be measured: {result.message}")
             raise HarnessError(
                 f"nothing can be measured under --isolation {isolation.name}: {result.message}",
-                "weighin doctor tests which isolations work on this machine; after a time-out, end"
-                " other programs",
+                "weighin doctor tests which isolations work on this machine",
             )
         limits = {(each.cell.ram_limit_bytes, each.cell.ranks) for each in able}
         for limit, ranks in limits.union(self._task.more_limits):
             # File-backed memory does not count, because the kernel can evict it.
             need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
             if limit is not None and limit < need:
-                of_ranks = f" in {ranks} ranks" if ranks > 1 else ""
+                least, given = format_bytes(need), format_exact(limit)
                 raise ConfigError(
-                    f"--ram {format_exact(limit)} is less than `import torch` alone needs"
-                    f" here{of_ranks} ({format_bytes(need)})",
+                    f"--ram {given} is less than `import torch` alone needs here ({least})",
                     f"give at least {format_bytes(2 * need)} plus the size of the weights",
                 )
 
@@ -393,23 +390,16 @@ def compile_code() -> None:
 
 @contextmanager
 def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
-    """Hold fresh memory in the block: ``wanted_bytes``, or less, so that ``spare_bytes`` remain. Some virtual
-    machines report a page that was free for 2 s to their host, and take three times as long to give it
-    again: not what is held until no report is due, and freed as the load begins.
+    """Hold fresh memory in the block: ``wanted_bytes``, or less, so that ``spare_bytes`` remain. It changes no figure
+    of memory. Some virtual machines report a page that was free for 2 s to their host, and take three times as
+    long to give it again: not what is held until no report is due, and freed as the load begins.
     """
-    free = environment.free_ram_bytes() - spare_bytes
-    size = min(wanted_bytes, int(free * _LARGEST_SHARE))
+    free_bytes = environment.free_ram_bytes() - spare_bytes
+    size = min(wanted_bytes, int(free_bytes * _LARGEST_SHARE))
     if size <= 0:
         yield 0
         return
-    # It changes no figure of memory.
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) as area:
-        page_cache.ask_for_huge_pages(area, 0, size)
-        start = ctypes.c_char.from_buffer(area)
-        try:
-            ctypes.memset(ctypes.addressof(start), 1, size)
-        finally:  # also after Ctrl-C: Python refuses to unmap memory that has a pointer into it
-            del start
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE):  # which takes the pages
         yield size
 
 
