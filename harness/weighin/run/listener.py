@@ -1,7 +1,5 @@
-"""Listen to what is measured: phases and their peaks, and what a worker tells of a load.
-
-``weighin.phase_reporter`` sends the messages. A wrong one is refused, because any process of a command,
-and any strategy, could send one.
+"""Listen to what is measured (``weighin.phase_reporter``): phases and their peaks, and what a worker tells of a load.
+A wrong message is refused, because any process of a command, and any strategy, could send one.
 """
 
 import json
@@ -18,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec import Struct, ValidationError, convert
+from msgspec import Struct, convert
 
 from weighin.files import parse_json
 from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, SOCKET, address, read_figures
@@ -99,9 +97,7 @@ _KINDS: Final[dict[str, type]] = {
 
 
 def decode(packet: bytes) -> tuple[str, Message | None]:
-    """Return the kind and the content of a message; None as the content of a wrong one: of an unknown kind or
-    field, of a wrong type, or with a number that no record can hold. Texts are cut to one printable line.
-    """
+    """Return a message's kind and content, with texts of one printable line; None as the content of a wrong one."""
     kind = ""
     try:
         fields = parse_json(packet)
@@ -111,11 +107,11 @@ def decode(packet: bytes) -> tuple[str, Message | None]:
                 fields[name] = one_line(text, _LONGEST_TEXT)
         json.dumps(fields, ensure_ascii=False).encode()  # fails for a lone surrogate
         message: Message = convert(fields, _KINDS[kind])
-    except (ValueError, TypeError, AttributeError, KeyError, ValidationError, RecursionError):
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return str(kind), None
     if isinstance(message, Told):
         message.notes = [one_line(note, _LONGEST_TEXT) for note in message.notes]
-    is_valid = all(0 <= number <= _LARGEST for number in _integers(fields))
+    is_valid = all(0 <= number <= _LARGEST for number in _integers(fields))  # a record can hold it
     return kind, message if is_valid else None
 
 
@@ -133,7 +129,6 @@ class _Open:
 
     begun: Begin
     before: Counters
-    last: End  # reading of its process
     peak_rss_bytes: int = 0
     peak_cgroup_bytes: int | None = None
 
@@ -151,9 +146,10 @@ class Reported:
     highest_rss_bytes: int = 0
     died_in: str | None = None
     before: Counters = field(default_factory=Counters)  # at the end of a worker's last phase
+    open: dict[int, _Open] = field(default_factory=dict)  # a program's phases, by number
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
-    open: dict[int, _Open] = field(default_factory=dict)  # a program's phases, by number
+    _last: End | None = None  # reading of a program's process
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -227,7 +223,7 @@ class Reported:
                 " _ . + / ( ) -, and is not that of one of weighin's own phases"
             )
         begun.t_ns = time.monotonic_ns()
-        self.open[begun.id] = _Open(begun, now, last=begun)
+        self.open[begun.id] = _Open(begun, now)
 
     def end(self, ended: End, now: Counters) -> None:
         """End a program's phase; the end of one that has not begun has no effect."""
@@ -258,8 +254,8 @@ class Reported:
     def _read(self, reading: End, now: Counters) -> None:
         self.highest_rss_bytes = max(self.highest_rss_bytes, reading.peak_rss_bytes)
         reading.memory = replace(reading.memory, cgroup_bytes=now.usage_bytes)
+        self._last = reading
         for phase in self.open.values():
-            phase.last = reading
             phase.peak_rss_bytes = max(phase.peak_rss_bytes, reading.peak_rss_bytes)
             phase.peak_cgroup_bytes = largest((phase.peak_cgroup_bytes, now.peak_bytes))
 
@@ -268,7 +264,7 @@ class Reported:
         if len(self._phases) == _MOST_PHASES:
             self.note(f"a process had more than {_MOST_PHASES} phases: later ones are not recorded")
             return
-        begun, last = one.begun, one.last
+        begun, last = one.begun, self._last or one.begun
         self._phases.append(
             Phase(
                 name=begun.name,
@@ -295,28 +291,22 @@ class Listener:
         self.ranks = [Reported() for _ in range(ranks)]  # or the first process that connects
         self.error: BaseException | None = None  # of the function that takes the messages
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with address(str(self.path)) as place:
-                self._server.bind(place)
-            self._server.listen(4096)  # the most processes that may connect before ``watch``
-            self._server.setblocking(False)
-        except BaseException:
-            self._server.close()
-            raise
+        with address(str(self.path)) as place:
+            self._server.bind(place)
+        self._server.listen(4096)  # the most processes that may connect before ``watch``
+        self._server.setblocking(False)
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._connections = set[socket.socket]()
-        self._thread: threading.Thread | None = None
         self._waiting = set[socket.socket]()  # a rank that says it twice is still one
+        self._thread: threading.Thread | None = None
 
     def watch(
         self, take: Callable[[Reported, Message], None], counters: Callable[[Reported], Counters]
     ) -> None:
-        """Start the thread that calls ``take`` with each message, and then answers it. ``counters`` returns the
-        figures of the cgroup for the phases of a process that has ended.
-        """
+        """Start the thread that calls ``take`` with each message, and then answers it."""
         self._take, self._counters = take, counters
         self._thread = threading.Thread(target=self._listen, name="messages", daemon=True)
         self._thread.start()
