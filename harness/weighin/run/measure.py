@@ -448,21 +448,20 @@ class Watch:
                 most, peak = format_bytes(most_bytes), format_bytes(self.peak_bytes or 0)
                 had = f"a process had {most} of anonymous memory"
                 seen.escape = f"{had}, and its cgroup never more than {peak}"
-        pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
 
         def limit_of(kill: Kill) -> int | None:
             around = (size for size, group in seen.limits if f"{group}".endswith(kill.limit_of))
             return next(around, None) if kill.limit_of else spec.cell.ram_limit_bytes
 
-        now = cgroup.read_machine_oom_kills()
+        seen.kills, now = (), cgroup.read_machine_oom_kills()
         seen.machine_oom_kills = grown(self._machine_oom_kills, now)
         if seen.machine_oom_kills == 0:
-            seen.kills = ()
             return
+        pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
         log, self._log = self._log, None  # which is closed there
         kills = kernel_log.kills_since(log, running.cgroup, running.pid or 0, pids, self._home)
+        seen.kills = kills and [replace(each, limit_bytes=limit_of(each)) for each in kills]
         if kills is not None:
-            seen.kills = [replace(each, limit_bytes=limit_of(each)) for each in kills]
             # The log names the processes that were killed: the others are not ours.
             seen.machine_oom_kills = len(kills)
 
