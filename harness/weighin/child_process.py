@@ -30,8 +30,7 @@ _DATA = f"{_PACKAGE}/_data"
 _ABOVE = os.path.dirname(_PACKAGE)  # noqa: PTH120
 CODE_PATH = (_ABOVE, _DATA if os.path.isdir(_DATA) else os.path.dirname(_ABOVE))  # noqa: PTH112, PTH120
 """The folders from which a child imports weighin and weighin's own strategies."""
-is_program = False
-"""Whether weighin is this process's program, and not a part of another one, such as pytest."""
+is_program = False  # whether weighin is this process's program, and no part of pytest, for example
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -41,9 +40,9 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dict[str, str]:
     """Return this process's environment, in which a child finds ``python_path`` and weighin's code."""
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep) if inherit else []
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep) if inherit else []
     # An empty entry would be the current folder.
-    paths = [*python_path, *CODE_PATH, *filter(None, inherited)]
+    paths = [*python_path, *CODE_PATH, *filter(None, own)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 

@@ -27,7 +27,6 @@ from weighin import child_process, install
 from weighin.child_process import Parent, last_line
 from weighin.errors import IsolationUnavailable
 from weighin.probes.cgroup import is_left_behind, mounts, owned_name
-from weighin.probes.environment import text_of
 from weighin.units import KIB, format_latency, format_rate
 
 LARGEST_READ_BYTES: Final = 128 * KIB  # of one request in libfuse 2
@@ -104,9 +103,8 @@ def check(*, in_container: bool) -> None:
     elif not os.access("/dev/fuse", os.R_OK | os.W_OK):
         why = "this user cannot open /dev/fuse"
         repair = "modprobe fuse; a container needs --device /dev/fuse --cap-add SYS_ADMIN"
-    elif in_container and not _may_allow_others():
-        why = "the user of a container may not read this user's FUSE file systems"
-        repair = "write user_allow_other into /etc/fuse.conf, or use --isolation cgroup"
+    elif in_container and os.geteuid():
+        why, repair = "a container can read only root's", "use --isolation cgroup"
     else:
         return
     message = f"weighin slows a disk down with FUSE, which does not work here: {why}"
@@ -142,11 +140,6 @@ def _unmount(mountpoint: Path) -> None:
     failed = _libc.umount2(os.fsencode(mountpoint), 1 | 2)  # MNT_FORCE | MNT_DETACH in linux/fs.h
     if failed and (command := shutil.which("fusermount")):  # with which libfuse 2 itself mounts
         subprocess.run([command, "-uz", str(mountpoint)], capture_output=True, check=False)
-
-
-def _may_allow_others() -> bool:
-    lines = text_of(Path("/etc/fuse.conf")) or ""
-    return os.geteuid() == 0 or "user_allow_other" in map(str.strip, lines.splitlines())
 
 
 class _PassThrough:
@@ -231,7 +224,7 @@ def main() -> None:
         fsname=told["name"],
         subtype=_SUBTYPE,
         ro=True,
-        allow_other=_may_allow_others(),
+        allow_other=os.geteuid() == 0,  # the user of a container, for example
         default_permissions=True,
         kernel_cache=True,
         max_background=64,  # read-ahead requests; the kernel's default of 12 would limit the rate

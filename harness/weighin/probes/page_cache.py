@@ -14,22 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _SYS_CACHESTAT = 451  # the same syscall number on every architecture; Linux 6.5
-_MAP_FAILED = ctypes.c_size_t(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_size_t
-_libc.mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
-)  # fmt: skip
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-
-
-class _CachestatRange(ctypes.Structure):
-    _fields_ = (("off", ctypes.c_uint64), ("len", ctypes.c_uint64))
-
-
-class _Cachestat(ctypes.Structure):
-    _fields_ = (("nr_cache", ctypes.c_uint64), ("others", ctypes.c_uint64 * 4))
+_libc = ctypes.CDLL(None)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def drop(files: Iterable[Path]) -> int | None:
@@ -74,11 +60,10 @@ def _sum(sizes: Collection[int | None]) -> int | None:
 def _cached_pages(descriptor: int, start: int, length: int) -> int | None:
     if length <= 0:
         return 0
-    stretch, counts = _CachestatRange(start, length), _Cachestat()
-    failed = _libc.syscall(
-        ctypes.c_long(_SYS_CACHESTAT), descriptor, ctypes.byref(stretch), ctypes.byref(counts), 0
-    )
-    return _mincore_pages(descriptor, start, length) if failed else int(counts.nr_cache)
+    # cachestat gets an offset and a length, and returns five numbers: the first is that of the cached pages.
+    counts, stretch = (ctypes.c_uint64 * 5)(), (ctypes.c_uint64 * 2)(start, length)
+    failed = _libc.syscall(ctypes.c_long(_SYS_CACHESTAT), descriptor, stretch, counts, 0)
+    return _mincore_pages(descriptor, start, length) if failed else counts[0]
 
 
 def _mincore_pages(descriptor: int, start: int, length: int) -> int | None:
@@ -86,13 +71,15 @@ def _mincore_pages(descriptor: int, start: int, length: int) -> int | None:
     is_owner = os.fstat(descriptor).st_uid == os.geteuid()
     if not is_owner and not os.access(f"/proc/self/fd/{descriptor}", os.W_OK, effective_ids=True):
         return None
-    residency = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+    residency, size = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))(), ctypes.c_size_t(length)
     # Python's mmap refuses a range behind the file's end.
-    address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, start)
-    if address == _MAP_FAILED:
+    found = _libc.mmap(
+        None, size, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, ctypes.c_int64(start)
+    )
+    if (address := ctypes.c_void_p(found)).value == ctypes.c_void_p(-1).value:
         return None
-    failed = _libc.mincore(address, length, residency)
-    _libc.munmap(address, length)
+    failed = _libc.mincore(address, size, residency)
+    _libc.munmap(address, size)
     return None if failed else bytes(residency).count(b"\x01")
 
 

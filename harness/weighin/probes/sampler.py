@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final
 
 import psutil
 
@@ -29,7 +29,6 @@ from weighin.units import MIB
 _INTERVAL_S: Final = 0.02
 _LOAD_INTERVAL_S: Final = 0.005
 _SEARCH_S: Final = 0.1  # between two searches for descendants, or readings of other processes
-_Read = TypeVar("_Read")
 
 
 class Sampler:
@@ -323,14 +322,13 @@ def _anon(status: dict[int, dict[str, int]]) -> int:
     return sum(one["RssAnon"] for one in status.values())
 
 
-def _each(read: Callable[[int], _Read | None], pids: Sequence[int]) -> dict[int, _Read]:
+def _each(read: Callable[[int], Any], pids: Sequence[int]) -> dict[int, Any]:
     """Return what is read of each process; without those that end, or are another user's."""
-    found: dict[int, _Read] = {}
+    found = {}
     for pid in pids:
         with suppress(OSError):
-            if value := read(pid):
-                found[pid] = value
-    return found
+            found[pid] = read(pid)
+    return {pid: value for pid, value in found.items() if value}
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
