@@ -23,11 +23,8 @@ MEANINGS: Final = {
 EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEANINGS.items())}."
 
 _ROOM = "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk"
-_REPAIRS = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EMFILE: "allow more open files: ulimit -n 4096",
-}
+_FILES = "allow more open files: ulimit -n 4096"
+_REPAIRS = {errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EMFILE: _FILES}
 
 
 class HarnessError(Exception):
@@ -78,11 +75,8 @@ class StillRunning(HarnessError):
     exit_code = 4
 
     def __init__(self, message: str) -> None:
-        super().__init__(
-            message,
-            "the process waits in the kernel, for example for a disk or a network share that does not"
-            " answer: repair the disk or share, or restart the machine",
-        )
+        waits = "the process waits in the kernel, for example for a disk or a network share that does not answer"
+        super().__init__(message, f"{waits}: repair the disk or share, or restart the machine")
 
 
 class Interrupted(HarnessError):

@@ -47,10 +47,9 @@ def parse_bytes(text: str, *, decimal: bool = False) -> int:
     match = re.fullmatch(_TEXT, text)
     if match and match["unit"].lower() in _DECIMAL:
         number, unit = match["number"], match["unit"].upper()
-        raise ConfigError(
-            f"{text!r} is ambiguous: {unit} is 1000-based for some tools and 1024-based for others",
-            f"write {number}{unit[0]}iB (1024-based), or the number of bytes",
-        )
+        what = f"{unit} is 1000-based for some tools and 1024-based for others"
+        repair = f"write {number}{unit[0]}iB (1024-based), or the number of bytes"
+        raise ConfigError(f"{text!r} is ambiguous: {what}", repair)
     return _parse(text, _SIZES, "size", "byte", "8GiB, 8g, 6500m or 4096")
 
 
@@ -92,10 +91,8 @@ def parse_rate(text: str) -> int:
     size, examples = text.strip().removesuffix("/s"), "200MB/s, 1.5GB/s or 100MiB/s"
     rate = _parse(text, _SIZES | _DECIMAL, "rate", "byte per second", examples, "/s")
     if rate < _LEAST_BYTES_PER_S:
-        raise ConfigError(
-            f"{text!r} is too slow: every disk reads faster",
-            f"did you mean {size}MB/s?" if size.isdigit() else "give at least 100KB/s",
-        )
+        repair = f"did you mean {size}MB/s?" if size.isdigit() else "give at least 100KB/s"
+        raise ConfigError(f"{text!r} is too slow: every disk reads faster", repair)
     return rate
 
 
