@@ -127,7 +127,7 @@ def test_inspect_names_types_and_both_sizes_without_torch_and_the_package(tmp_pa
     assert ended.returncode == 0, ended.stderr
     text = " ".join(ended.stdout.split())
     assert "architecture: llama" in text
-    assert "quantised: Q8_0 (1), float32 (1); 288 B as stored, 1.016 KiB dequantised" in text
+    assert "quantised: 288 B as stored, 1.016 KiB dequantised" in text
     assert "weight 4 x 64 Q8_0 272 B 1.000 KiB" in text
     found = json.loads((tmp_path / "i.json").read_text())
     assert (found["architecture"], found["layout"]) == ("llama", "gguf")

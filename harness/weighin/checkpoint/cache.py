@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.checkpoint import staging
@@ -45,7 +45,6 @@ _DECIDING: Final = ("peft", "compressed-tensors", "bitsandbytes", "gptqmodel")
 """Packages that compute weights of a folder with an adapter or with quantised weights."""
 
 _VALUES: Final = 1  # increase this version when the same seed gives other values
-_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 _TEMPORARY: Final = ".making-"
 _MANIFEST: Final = "manifest.json"
 
@@ -110,11 +109,12 @@ def ensure(
     else:
         origin += [seed, _VALUES]
     digits = sha256(json.dumps(origin, sort_keys=True, default=str).encode()).hexdigest()
-    safe = _UNSAFE.sub("_", model.name).lstrip(".") or "model"
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", model.name).lstrip(".") or "model"
     entry = staging.folder() / "models" / f"{safe[:100]}-{digits[:8]}"
-    manifest, marker = entry / _MANIFEST, entry / f"{fmt}.json"
+    manifest = entry / _MANIFEST
+    used = manifest if in_place else entry / f"{fmt}.json"
     report = progress or (lambda _text, _share: None)
-    request = {
+    request: dict[str, Any] = {
         "verb": "index" if checkpoint else "make",
         "model": asdict(model),
         "dtype": dtype,
@@ -130,34 +130,26 @@ def ensure(
         ),
     }
 
-    def make() -> None:
-        """Let a child write into a temporary folder, then move the files into the cache."""
-        verb = "reading" if in_place else "converting" if checkpoint else "making"
-        text = f"{verb} the checkpoint of {model.name}"
-        report(text, None)
-        with staging.own_folder(entry, _TEMPORARY) as temporary:
-            run_child(
-                request | {"out": str(temporary)},
-                report=partial(report, text),
-                python_path=python_path,
-            )
-            _publish(entry, temporary, "" if in_place else fmt)
-
-    with _locked(
-        entry, lambda: report(f"waiting for another weighin process that uses {entry.name}", None)
-    ):
+    verb = "reading" if in_place else "converting" if checkpoint else "making"
+    text = f"{verb} the checkpoint of {model.name}"
+    waiting = f"waiting for another weighin process that uses {entry.name}"
+    with _locked(entry, lambda: report(waiting, None)):
         entry.mkdir(parents=True, exist_ok=True)
         staging.remove_orphans(entry, _TEMPORARY)
-        found = (manifest if in_place else marker).exists()
+        found = used.exists()
         is_whole = found and _manifest(entry) is not None and (in_place or _is_whole(entry, fmt))
         if not is_whole:
+            report(text, None)
             try:
-                make()
+                with staging.own_folder(entry, _TEMPORARY) as temporary:
+                    request["out"] = str(temporary)
+                    run_child(request, report=partial(report, text), python_path=python_path)
+                    _publish(entry, temporary, "" if in_place else fmt)
             except BaseException:
                 if not any(entry.iterdir()):
                     entry.rmdir()
                 raise
-        os.utime(manifest if in_place else marker)  # the time of this use
+        os.utime(used)  # the time of this use
     was = f"the cached checkpoint in {entry / fmt} was replaced: its files were changed or removed"
     path = checkpoint if in_place and checkpoint else formats.checkpoint_in(entry, fmt)
     warnings = (was,) if found and not is_whole else ()

@@ -32,8 +32,8 @@ _SHOWN_FILES: Final = 5
 
 
 class _Footprint(NamedTuple):
-    """The bytes of tensors (tied ones count once), of the storages that ``torch.save`` writes and
-    ``torch.load`` reads whole, and of their used part; and the tensors with ``repeated`` elements.
+    """The bytes of tensors (tied ones count once), of the storages that ``torch.save`` writes and ``torch.load`` reads
+    whole, and of their used part; and the tensors with ``repeated`` elements.
     """
 
     tensor_bytes: int
@@ -206,9 +206,7 @@ def _notes(
         if found.obstacle:
             yield f"{found.obstacle}; {found.repair}"
         else:
-            ours = (
-                "load_pretrained, strategy streaming and convert --keys model dequantise them, and "
-            )
+            ours = "load_pretrained, streaming and convert --keys model dequantise them, and "
             yield (
                 f"{ours * found.dequantises}from_pretrained loads them; the peaks below are of a model"
                 " that takes the codes and the scales as they are"
@@ -225,28 +223,16 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
         tensors.sort(key=lambda one: str(one["name"]))
     elif sort == "size":
         tensors.sort(key=lambda one: -int(one["bytes"]))
-    is_encoded = any(one["encoding"] for one in tensors)
-    counts = {
-        "sharing a storage with an earlier one": totals["shared"],
-        "not contiguous": sum(not one["contiguous"] for one in tensors),
-    }
-    marked = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    shared = f" ({totals['shared']} sharing a storage with another)" if totals["shared"] else ""
     lines = [
-        f"{one_line(found['path'])}: format {layout}, {totals['tensors']} tensors"
-        + (f" ({marked})" if marked else "")
-        + f", {totals['numbers']:,} elements (parameters and buffers), {format_bytes(totals['bytes'])}"
+        f"{one_line(found['path'])}: format {layout}, {totals['tensors']} tensors{shared},"
+        f" {totals['numbers']:,} elements (parameters and buffers), {format_bytes(totals['bytes'])}"
     ]
     if found["architecture"]:
         lines.append(f"architecture: {one_line(found['architecture'])}")
-    if is_encoded:
-        types = Counter(one["encoding"] or one["dtype"] for one in tensors)
-        listed = ", ".join(f"{name} ({count})" for name, count in types.most_common())
-        lines.append(
-            f"quantised: {listed}; {format_bytes(totals['stored_bytes'])} as stored,"
-            f" {format_bytes(totals['bytes'])} dequantised"
-        )
-    largest = max(found["tensors"], key=lambda one: int(one["bytes"]))
-    lines.append(f"largest: {one_line(largest['name'], 100)}, {format_bytes(largest['bytes'])}")
+    if any(one["encoding"] for one in tensors):
+        stored, whole = format_bytes(totals["stored_bytes"]), format_bytes(totals["bytes"])
+        lines.append(f"quantised: {stored} as stored, {whole} dequantised")
     files = [
         f"{one_line(file['name'], 100)} ({format_bytes(file['bytes'])})" for file in found["files"]
     ]
@@ -254,15 +240,12 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
     needs = []
     for need in sorted(found["expected"], key=lambda need: layout not in need["layouts"]):
         sizes = (need["anonymous_bytes"], need["mapped_bytes"])
-        is_read = layout in need["layouts"]
-        needs.append([
-            need["strategy"],
-            "yes" if is_read else f"no: use --format {need['layouts'][0]}",
-            *("-" if size is None else format_bytes(size) for size in sizes),
-        ])  # fmt: skip
+        is_read = "yes" if layout in need["layouts"] else f"no: use --format {need['layouts'][0]}"
+        texts = ("-" if size is None else format_bytes(size) for size in sizes)
+        needs.append([need["strategy"], is_read, *texts])
     heads = ("strategy", "reads this format", "anonymous", "file-backed")
     return [
-        _tensor_table(tensors, is_encoded=is_encoded, show_all=show_all),
+        _tensor_table(tensors, show_all=show_all),
         *lines,
         *found["notes"],
         Table.of(heads, needs, names=2, title="expected peak of a load on the CPU"),
@@ -271,7 +254,7 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
     ]
 
 
-def _tensor_table(tensors: list[Document], *, is_encoded: bool, show_all: bool) -> Table:
+def _tensor_table(tensors: list[Document], *, show_all: bool) -> Table:
     texts: dict[str, Callable[[Document], str]] = {
         "tensor": lambda one: one_line(one["name"], 100),
         "shape": lambda one: " x ".join(map(str, one["shape"])) or "scalar",
@@ -281,10 +264,7 @@ def _tensor_table(tensors: list[Document], *, is_encoded: bool, show_all: bool) 
         "offset": lambda one: f"{one['offset']:,}",
         "shared with": lambda one: one_line(one["shared_with"] or "", 100),
     }
-    if not is_encoded:
-        del texts["dequantised"]
-    if not any(one["shared_with"] for one in tensors):
-        del texts["shared with"]
+    texts = {title: text for title, text in texts.items() if any(map(text, tensors))}
     names = ("tensor", "shape", "dtype", "shared with")
     columns = [Column(title, is_name=title in names) for title in texts]
     rows: list[list[Entry | str]] = [[text(one) for text in texts.values()] for one in tensors]

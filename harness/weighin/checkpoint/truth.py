@@ -332,13 +332,10 @@ def _other_keys(slices: Sequence[Slice], described: Mapping[str, Described]) -> 
         if one.is_stored:
             groups.setdefault(one.shared_with or one.name, set()).add(one.name)
     left = len(stored.difference(*groups.values()))
-    computed = 0 if left else sum(not names & stored for names in groups.values())
-    counts = {"converted, renamed or left out": left, "computed": computed}
-    return " and ".join(
-        f"{count} {'key' if count == 1 else 'keys'} {what}"
-        for what, count in counts.items()
-        if count
-    )
+    computed = sum(not names & stored for names in groups.values())
+    what = "converted, renamed or left out" if left else "computed"
+    count = left or computed
+    return f"{count} key{'s' * (count > 1)} {what}" if count else ""
 
 
 def _check_fits(
