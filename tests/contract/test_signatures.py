@@ -48,7 +48,7 @@ def _public(name: str, value: Any) -> Iterator[str]:
     if not inspect.isclass(value):
         yield f"{name}{_signature(value)}"
         return
-    yield f"class {name}" + ("" if getattr(value, "_is_protocol", False) else _signature(value))
+    yield f"class {name}{_signature(value)}"
     for each in sorted(dir(value)):
         if each.startswith("_"):
             continue

@@ -211,9 +211,9 @@ def _load(case: Case, truth: Truth, dtype: torch.dtype) -> Load:
         device=torch.device("cpu"),
         dtype=dtype,
         options={},
-        model=ModelSpec(case.label, f"builders:{case.builder}", case.kwargs),
-        builder=getattr(builders, case.builder),
-        marks=_NoMarks(),
+        _model=ModelSpec(case.label, f"builders:{case.builder}", case.kwargs),
+        _builder=getattr(builders, case.builder),
+        _marks=_NoMarks(),
     )
 
 

@@ -163,9 +163,9 @@ def run(
         device=device,
         dtype=getattr(torch, cell.dtype),
         options=cell.options,
-        model=cell.model,
-        builder=builder,
-        marks=ledger,
+        _model=cell.model,
+        _builder=builder,
+        _marks=ledger,
     )
     with _intercepted(ledger, checkpoint):
         modules = len(sys.modules)

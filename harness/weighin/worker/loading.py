@@ -39,9 +39,9 @@ class Load:
     device: torch.device
     dtype: torch.dtype
     options: Mapping[str, Any]
-    model: ModelSpec
-    builder: Callable[..., torch.nn.Module]
-    marks: Any  # measures phases: a worker has a ``Marks``, and a prediction has a ``Ledger``
+    _model: ModelSpec
+    _builder: Callable[..., torch.nn.Module]
+    _marks: Any  # measures phases: a worker has a ``Marks``, and a prediction has a ``Ledger``
 
     # Few strategies need ``pretrained_folder``, whose import is a part of their memory.
 
@@ -51,37 +51,37 @@ class Load:
         from weighin.stream.pretrained_folder import code_of
 
         names = ("architecture", "config")
-        return {name: self.model.kwargs[name] for name in names} | {"code": code_of(self.model)}
+        return {name: self._model.kwargs[name] for name in names} | {"code": code_of(self._model)}
 
     @property
     def folder(self) -> Mapping[str, Any] | None:
         """Keyword arguments for a call of ``load_pretrained``; None if the checkpoint is no Hugging Face folder."""
         from weighin.stream.pretrained_folder import arguments_of
 
-        return arguments_of(self.model, self.checkpoint)
+        return arguments_of(self._model, self.checkpoint)
 
     @property
     def adapter(self) -> Path | None:
         """The folder with the LoRA adapter to merge into the model; None without an adapter."""
         from weighin.stream.pretrained_folder import adapter_of
 
-        return adapter_of(self.model)
+        return adapter_of(self._model)
 
     def build_model(self) -> torch.nn.Module:
         """Build and initialise the model on PyTorch's current default device."""
-        return construct(lambda: self.builder(**self.model.kwargs), self.dtype)
+        return construct(lambda: self._builder(**self._model.kwargs), self.dtype)
 
     def reset_buffers(self, model: torch.nn.Module) -> None:
         """Set every non-persistent buffer, which no checkpoint has, to the value that it has after the model's
         constructor; a model built on the meta device has no values in any buffer.
         """
-        reset_buffers(model, self.builder, self.model.kwargs, self.device, self.dtype)
+        reset_buffers(model, self._builder, self._model.kwargs, self.device, self.dtype)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the code in the ``with`` block as a phase; phases do not nest. ValueError: the name is not 1 to 64
         letters, digits, spaces and _ . + / ( ) -, does not begin with a letter or digit, or is a phase of weighin.
         """
-        return self.marks.phase(named_by_strategy(name))  # type: ignore[no-any-return]
+        return self._marks.phase(named_by_strategy(name))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
