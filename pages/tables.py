@@ -36,7 +36,7 @@ from pages.notebook import markdown_notebook
 from weighin.records import run_folder
 from weighin.records.run import Measured
 from weighin.result import Result
-from weighin.settings.definition import COMMANDS, MODELS, Settings, SuiteCommand, SuiteModel
+from weighin.settings.definition import COMMANDS, KEYS, MODELS, Settings, SuiteCommand, SuiteModel
 from weighin.settings.yaml_file import read_mapping
 from weighin.show import findings, report, style, words
 from weighin.show.plots import pictures
@@ -51,10 +51,10 @@ _BLOCK: Final = re.compile(
 _KEYS: Final = re.compile(r"(<!-- keys of a ([\w ]+) -->\n).*?<!-- end -->", re.DOTALL)
 _PICTURE: Final = re.compile(r"results/published/(?P<run>[\w.-]+)/(?P<name>[\w-]+)\.svg")
 _KINDS: Final[dict[str, tuple[type[BaseModel], Iterable[str]]]] = {
-    "suite": (Settings, Settings.keys(MODELS)),
-    "model": (SuiteModel, SuiteModel.keys()),
-    "suite of commands": (Settings, Settings.keys(COMMANDS)),
-    "command": (SuiteCommand, SuiteCommand.keys()),
+    "suite": (Settings, KEYS[MODELS]),
+    "model": (SuiteModel, SuiteModel.model_fields),
+    "suite of commands": (Settings, KEYS[COMMANDS]),
+    "command": (SuiteCommand, SuiteCommand.model_fields),
 }
 _DEFAULTS: Final = {
     ("suite", "models"): "required",

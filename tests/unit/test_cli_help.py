@@ -11,7 +11,7 @@ from weighin import __version__
 from weighin.cli import app
 from weighin.cli._verb import Verb
 from weighin.errors import CheckpointError
-from weighin.settings.definition import COMMANDS, MODELS, Settings
+from weighin.settings.definition import COMMANDS, KEYS, MODELS
 
 
 def _verbs() -> dict[tuple[str, ...], click.Command]:
@@ -55,7 +55,7 @@ def test_the_help_of_bench_fits_on_two_screens_of_44_lines() -> None:
 def test_the_help_of_suites_has_every_key() -> None:
     _, text = shown("help", "suite")
     keys = re.findall(r"^(\w+)  ", text, re.MULTILINE)
-    assert {*keys} == {*Settings.keys(MODELS), *Settings.keys(COMMANDS)}
+    assert {*keys} == {*KEYS[MODELS], *KEYS[COMMANDS]}
 
 
 @pytest.mark.parametrize("verb", [(), *VERBS], ids=" ".join)

@@ -80,10 +80,6 @@ def test_a_suite_lists_rates_and_latencies() -> None:
             {"disk": "50MB/s", "operation": "save"},
             "--disk: it has no effect with operation save\nleave it out",
         ),
-        (
-            {"disk_latency": "5ms", "cache": "warm"},
-            "--disk-latency: it has no effect with cache warm\nleave it out",
-        ),
     ],
 )
 def test_a_disk_that_would_have_no_effect_is_refused(

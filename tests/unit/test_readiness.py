@@ -25,11 +25,6 @@ def test_an_address_that_is_not_of_http_is_refused(url: str) -> None:
         check_suite({"ready_url": url})
 
 
-def test_two_ways_to_tell_that_a_server_is_ready_are_one_too_many() -> None:
-    with pytest.raises(ConfigError, match="--ready-url: it cannot be combined with --ready"):
-        check_suite({"ready": "started", "ready_url": "http://localhost/"})
-
-
 class Server:
     """A server that answers each path with the status that it names: /503 with 503."""
 

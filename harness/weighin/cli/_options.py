@@ -156,7 +156,7 @@ def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType(
     is_of_commands = verb == "run" or context.params.get("command") is not None
     kind = definition.COMMANDS if is_of_commands else definition.MODELS
     used = definition.used_by(verb, kind)
-    unused = definition.Settings.keys(kind).keys() - used
+    unused = {*definition.KEYS[kind]} - used
     of_file = {key: one for key, one in _pyproject.settings_of(context).items() if key in used}
     start = {} if suite else {**defaults}
     typed = _typed(context)
@@ -186,13 +186,14 @@ def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType(
         key, dot, inner = path.partition(".")
         return f"{of_file[key][0]}{dot}{inner}"
 
-    sources: list[tuple[definition.Place, Mapping[str, Any]]] = [("", start)]
+    sources: list[tuple[definition.Place, Mapping[str, Any]]] = [(str, start)]
     sources.append((place, {key: value for key, (_, value) in of_file.items()}))
     if suite:
         from weighin.suite.registry import suite_file
 
-        where, content = definition.read_suite_file(suite_file(suite), kind)
-        sources.append((where, {key: one for key, one in content.items() if key not in unused}))
+        content = definition.read_suite_file(path := suite_file(suite), kind)
+        content = {key: one for key, one in content.items() if key not in unused}
+        sources.append((definition.in_file(path), content))
     sources.append((lambda path: definition.typed_as(path, verb), typed))
     return definition.merge(sources, kind)
 

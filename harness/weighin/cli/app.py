@@ -35,9 +35,9 @@ def _load(name: str) -> click.Command:
 
 def keys_of_a_suite() -> list[tuple[str, str]]:
     """Return each key of a suite with its meaning."""
-    from weighin.settings.definition import COMMANDS, MODELS, Settings
+    from weighin.settings.definition import COMMANDS, KEYS, MODELS, Settings
 
-    keys = Settings.keys(MODELS) | Settings.keys(COMMANDS)
+    keys = dict.fromkeys((*KEYS[MODELS], *KEYS[COMMANDS]))
     return [(key, Settings.model_fields[key].description or "") for key in keys]
 
 

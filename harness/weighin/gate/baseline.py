@@ -23,7 +23,7 @@ from weighin.gate.rules import Rules, changed, expectation, parse_budget
 from weighin.records.machine import Policy, Setting, policy_of
 from weighin.records.metrics import METRICS, Direction, Tolerance, named
 from weighin.records.series import Figure, Series
-from weighin.settings.definition import Strict, validate
+from weighin.settings.definition import Strict, in_file, validate
 from weighin.settings.yaml_file import read_mapping
 
 SCHEMA: Final = 1
@@ -98,7 +98,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _parsed(path: Path, content: Mapping[str, Any]) -> Baseline:
-    file = validate(_File, content, str(path))
+    file = validate(_File, content, in_file(path))
     try:
         tolerances: dict[str, Tolerance | None] = {**Rules().tolerances}
         for name, chosen in file.metrics.items():

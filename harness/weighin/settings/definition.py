@@ -5,7 +5,7 @@ An error names the file and the key, and for an unknown key the most similar val
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ from pydantic_core import PydanticCustomError
 from weighin.cell import FORWARD, Cell, ModelSpec
 from weighin.errors import ConfigError, UnknownName
 from weighin.records.floor import COARSEST, Aim
-from weighin.records.run_folder import in_shard, verb_of
+from weighin.records.run_folder import verb_of
 from weighin.stream.pretrained_library import FolderChoice, Selection
 from weighin.text import printable
-from weighin.units import LONGEST_S, MIB, format_exact, parse_bytes, parse_rate, parse_seconds
+from weighin.units import LONGEST_S, MIB, parse_bytes, parse_rate, parse_seconds
 
 DEFAULT_STRATEGIES = (
     "baseline", "sequential", "meta_copy", "mmap_assign", "per_param", "streaming",
@@ -89,76 +89,48 @@ def _listed(value: object) -> list[object]:
 def _by_name(value: object) -> object:
     """Return a list in which an entry that is no mapping, but a name, is {"name": entry}."""
     return [
-        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _as_list(value)
+        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _listed(value)
     ]
 
 
-def _as_command(value: object) -> object:
-    """Return a list of words; a text is split into words as in a shell."""
-    if not isinstance(value, str):
-        return [str(word) if isinstance(word, int | float) else word for word in _as_list(value)]
-    try:
-        return shlex.split(value)
-    except ValueError as error:
-        raise ValueError(
-            f"{value!r} cannot be split into words: {str(error).lower()}",
-            "write a list of words: [python, train.py]",
-        ) from None
-
-
-def _read(parse: Callable[[str], Any], value: object, info: ValidationInfo) -> object:
+def _as_number(parse: Callable[[str], int], value: object, info: ValidationInfo) -> object:
     """Read a limit, rate or latency: a number, a text for ``parse``, or "none" (no limit).
 
     The numbers of a plan are in its own units.
     """
-    if isinstance(value, str) and value.lower() == "none":
-        return None
     if isinstance(value, bool) or not isinstance(value, str | int) or info.context == IN_PLAN:
         return value
-    return _parsed(parse, str(value))
-
-
-def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    if str(value).lower() == "none":
+        return None
     try:
-        return parse(text)
+        return parse(str(value))
     except ConfigError as error:
         raise ValueError(error.message, error.repair) from None
 
 
-def _as_environment(right: str, taken: str, value: object, info: ValidationInfo) -> object:
-    """Read variables; ``right`` matches a name, and ``taken`` those that weighin sets itself."""
-    if info.context == IN_PLAN or not isinstance(value, dict):
-        return value
-    for name in value:
-        if not isinstance(name, str) or not re.fullmatch(right, name):
-            raise ValueError(
-                f"{name!r} is not the name of a variable",
-                "write the variables as in {MALLOC_ARENA_MAX: 2}",
-            )
-        if re.fullmatch(taken, name):
+def _parse_limit(text: str) -> int:
+    if (size := parse_bytes(text)) < MIB:
+        raise ConfigError(f"{text!r} is less than any process needs", "write a unit, as in 8g")
+    return size
+
+
+def _as_environment(taken: str, value: object) -> object:
+    """Check variables; ``taken`` matches the names of those that weighin sets itself."""
+    for name, text in value.items() if isinstance(value, dict) else ():
+        if not re.fullmatch(r"[^=\0]+", str(name)) or "\0" in str(text):
+            raise ValueError(f"{name!r} cannot be set", "write as in {MALLOC_ARENA_MAX: 2}")
+        if re.fullmatch(taken, str(name)):
             raise ValueError(f"weighin sets {name} itself", f"leave {name} out")
-    return {k: str(text) if type(text) in (int, float) else text for k, text in value.items()}
+    return value
 
 
-def _checked(
-    is_right: Callable[[str], object], what: str, repair: str, *, in_plan: bool = True
-) -> AfterValidator:
-    """Return the validator of a text that must be right, if ``in_plan`` in a plan too."""
-
-    def check(value: str, info: ValidationInfo) -> str:
-        if (in_plan or info.context != IN_PLAN) and not is_right(value):
-            raise ValueError(f"{value!r} is not {what}", repair)
-        return value
-
-    return AfterValidator(check)
-
-
-def _is_of_http(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        return bool(parts.scheme == "http" and parts.hostname and parts.port != 0)
-    except ValueError:  # http://[::1 or a port that is none
-        return False
+def _check_address(text: str) -> str:
+    parts = urlsplit(
+        text
+    )  # raises ValueError for http://[::1 and, at parts.port, for a port that is none
+    if text and not (parts.scheme == "http" and parts.hostname and parts.port != 0):
+        raise ValueError(f"{text!r} is not an HTTP address", "write http://HOST:PORT/PATH")
+    return text
 
 
 def _check_pattern(pattern: str) -> str:
@@ -174,51 +146,13 @@ def _check_pattern(pattern: str) -> str:
     return pattern
 
 
-def _check_limits(value: Any, info: ValidationInfo) -> Any:
-    # The CPU build of torch takes more than 100 MiB.
-    least, who, more = 64 * MIB, "`import torch` alone", " plus the size of what is loaded"
-    if info.data.get("commands"):
-        least, who, more = MIB, "any program", ""
-    for limit in _as_list(value):
-        if limit is not None and limit < least:
-            raise ValueError(
-                f"{format_exact(limit)} is less than {who} needs",
-                # Below 1 KiB, the size often lacks its unit.
-                f"did you mean {limit}g?"
-                if limit < 1024
-                else f"give at least {format_exact(least)}{more}",
-            )
-    return value
-
-
-def _check_shard(text: str) -> str:
-    _parsed(partial(in_shard, ()), text)
-    return text
-
-
-def _check_ready(address: str, info: ValidationInfo) -> str:
-    if address and info.data.get("ready"):
-        raise ValueError("it cannot be combined with --ready", "leave one of the two out")
-    return address
-
-
-def _check_timeout(value: float, info: ValidationInfo) -> float:
-    if value == 0 and not info.data.get("commands"):
-        raise ValueError("0 (no time-out) is for commands only", "give the seconds")
-    return value
-
-
 def _check_commands(commands: "list[SuiteCommand]") -> "list[SuiteCommand]":
     names = [each.name for each in commands]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(
-            f"two commands are called {twice!r}",
-            "rename one of the two commands, because a record identifies a command by its name",
-        )
+        raise ValueError(f"two commands are called {twice!r}", "rename one of the two")
     return commands
 
 
-_MODELS_OWN: Final = "bench floor predict recommend inspect convert"
 _LOADS: Final = "bench floor predict recommend"
 _MEASURED: Final = "bench floor run"
 _One = TypeVar("_One")
@@ -227,38 +161,19 @@ _Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     BeforeValidator(lambda value: DTYPES.get(value, value) if isinstance(value, str) else value),
 ]
-_Isolation = Literal["auto", "docker", "cgroup", "process"]
-_NAMED = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
-_NAME = _checked(
-    lambda name: name and printable(name) == name,
-    "a name",
-    "write a name of printable characters",
-    in_plan=False,
-)
-_DEVICE = _checked(
-    re.compile(r"cpu|cuda(:\d+)?").fullmatch, "a device", "write cpu, cuda or cuda:1"
-)
-_HTTP = _checked(
-    lambda text: not text or _is_of_http(text),
-    "an HTTP address",
-    "write it as in http://127.0.0.1:8000/health",
-)
-_PATTERN = AfterValidator(_check_pattern)
-_OF_LOAD = r"PYTHONPATH|PYTHONDONTWRITEBYTECODE|HOME|WEIGHIN_.*"
-_Variable = Annotated[str, _checked(lambda text: "\0" not in text, "text", "leave the NUL out")]
-_Environment = Annotated[
-    dict[str, _Variable], BeforeValidator(partial(_as_environment, r"[A-Za-z_]\w*", _OF_LOAD))
-]
 _Path = Annotated[Path, PlainSerializer(str)]
-_Texts = Annotated[list[str], BeforeValidator(_as_list)]
-_Names = Annotated[list[str], BeforeValidator(_listed)]
-_Ranks = Annotated[int, Field(ge=1, le=64)]
+_Pattern = Annotated[str, AfterValidator(_check_pattern)]
+_Word = Annotated[str, Field(coerce_numbers_to_str=True)]
+_Variables = Annotated[dict[str, _Word], BeforeValidator(partial(_as_environment, ""))]
+_OF_LOAD = r"PYTHONPATH|PYTHONDONTWRITEBYTECODE|HOME|WEIGHIN_.*"
+_Environment = Annotated[dict[str, _Word], BeforeValidator(partial(_as_environment, _OF_LOAD))]
+_Several = Annotated[list[_One], BeforeValidator(_as_list)]
 _Some = Annotated[list[_One], BeforeValidator(_listed), Field(min_length=1)]
-_Rate = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_rate))]
+_Named = Annotated[list[_One], BeforeValidator(_by_name), Field(min_length=1)]
 _Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
-_Latency = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_seconds))]
-_Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))]
-_Limits = Annotated[_Some[_Limit], AfterValidator(_check_limits)]
+_Rates = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_number, parse_rate))]]
+_Latencies = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_number, parse_seconds))]]
+_Limits = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_number, _parse_limit))]]
 
 
 class Strict(BaseModel):
@@ -270,30 +185,20 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     @classmethod
-    def keys(cls, _context: str | None = None) -> dict[str, bool]:
-        """Return the keys, and whether each is needed."""
-        return {
-            field.alias or name: field.is_required() for name, field in cls.model_fields.items()
-        }
+    def known(cls, _context: str | None) -> Collection[str]:
+        return [field.alias or name for name, field in cls.model_fields.items()]
 
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, content: object, info: ValidationInfo) -> object:
-        if not isinstance(content, dict) or info.context == IN_PLAN:
-            return content
-        keys = cls.keys(info.context)
-        unknown = [key for key in map(str, content) if key not in keys]
-        missing = [key for key, is_needed in keys.items() if is_needed and key not in content]
-        if not (unknown or missing):
-            return content
-        # An unknown key comes first: often it is a misspelling of the key that is missing.
-        key, near, message = [*unknown, *missing][0], "", "missing"
-        if unknown and any(key in cls.keys(kind) for kind in _KINDS):
-            message = f"it has no effect on {info.context}"
-        elif unknown:
-            near, message = key, "unknown key"
-        about = {"key": key, "repair": UnknownName("key", near, keys).repair}
-        raise PydanticCustomError("key", message, about)
+        known = cls.known(info.context)
+        for key in content if isinstance(content, dict) and info.context != IN_PLAN else ():
+            if key not in known:
+                message, repair = "unknown key", UnknownName("key", str(key), known).repair
+                if info.context and key in cls.model_fields:
+                    message, repair = f"it has no effect on {info.context}", "leave it out"
+                raise PydanticCustomError("key", message, {"key": str(key), "repair": repair})
+        return content
 
 
 class SuiteStrategy(Strict):
@@ -328,17 +233,10 @@ class SuiteModel(Strict):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not (self.name or self.builder or self.folder or self.checkpoint):
-            raise ValueError(
-                "a model of the suite has no name, builder, folder or checkpoint", "add one of them"
-            )
-        if self.builder and ":" not in self.builder:
-            raise ValueError(
-                f"{self.builder!r} is not a builder",
-                "write package.module:function or file.py:function",
-            )
+            raise ValueError("a model has no name", "add name, builder, folder or checkpoint")
         if self.folder and (self.builder or self.kwargs or self.checkpoint):
             raise ValueError(
-                f"the folder {self.folder} already determines the model's code and weights",
+                "a folder determines the model's code and weights",
                 "leave builder, kwargs and checkpoint out",
             )
         return self
@@ -346,60 +244,50 @@ class SuiteModel(Strict):
     @property
     def source(self) -> str:
         """The model as a user types it on a command line."""
-        if self.builder or self.folder:
-            return self.builder or self.folder
-        return self.name or f"from:{self.checkpoint}"
+        return self.builder or self.folder or self.name or f"from:{self.checkpoint}"
 
 
 class SuiteCommand(Strict):
     """One command of a suite, or the command of a command line."""
 
-    name: Annotated[str, _NAME, Option(HOW, "run floor", "NAME")]
+    name: Annotated[
+        str,
+        AfterValidator(lambda name: printable(name) or "command"),  # terminals show the name
+        Option(HOW, "run floor", "NAME"),
+    ]
     """What the command is called in reports and baselines. Each command has its own name."""
-    command: Annotated[list[str], BeforeValidator(_as_command), Field(min_length=1)]
+    command: Annotated[
+        list[_Word],
+        BeforeValidator(
+            lambda line: shlex.split(line) if isinstance(line, str) else _as_list(line)
+        ),
+        Field(min_length=1),
+    ]
     """The program and its arguments: a list, or one text that is split as a shell splits it."""
-    cold: Annotated[_Texts, Option(HOW, "run floor", "PATH", is_repeatable=True)] = []
+    cold: Annotated[_Several[str], Option(HOW, "run floor", "PATH", is_repeatable=True)] = []
     """Drop this file or folder from the page cache before each start: else the pages that another program read before are missing in the figures."""
-    marks: Annotated[
-        list[Annotated[str, _PATTERN]],
-        BeforeValidator(_as_list),
-        Option(HOW, "run", "REGEX", ("--mark",), is_repeatable=True),
-    ] = []
+    marks: Annotated[_Several[_Pattern], Option(HOW, "run", "REGEX", ("--mark",), True)] = []
     """Mark each line of output that matches this regular expression on the timeline."""
     environment: Annotated[
-        dict[str, _Variable],
-        BeforeValidator(partial(_as_environment, r"[^=\0]+", "")),
-        Option(HOW, "run floor", "NAME=VALUE", ("--env",), is_repeatable=True),
+        _Variables, Option(HOW, "run floor", "NAME=VALUE", ("--env",), True)
     ] = {}
     """Environment variables of the command: OMP_NUM_THREADS=1."""
-
-
-_NO_EFFECT: Final[dict[tuple[str, str], dict[str, object]]] = {
-    ("operation", "save"): {
-        "cache": "cold", "uses": FORWARD, "passes": 1, "ranks": 1, "disk": None, "disk_latency": None,
-    },
-    ("cache", "warm"): {"disk": None, "disk_latency": None},
-}  # fmt: skip
-"""For a value of a setting, the settings that then have no effect, with their only value."""
 
 
 class Model(Strict):
     """The models, and which of the files of a model are loaded."""
 
     models: Annotated[
-        list[SuiteModel],
-        BeforeValidator(_by_name),
-        Field(min_length=1),
-        Option(WHAT, "bench floor predict recommend inspect", "NAME", ("--model",)),
+        _Named[SuiteModel], Option(WHAT, f"{_LOADS} inspect", "NAME", ("--model",))
     ] = []
     """The model: a name of `weighin list models`, a path, from:CHECKPOINT (no code is needed), or the function that builds it: package.module:function, path/nets.py:function. A suite may list several, also as mappings with the keys of a model."""
     checkpoint: Annotated[_Path | None, Option(WHAT, _LOADS, "PATH")] = None
     """Your own weights, a file or folder. Without them, weighin generates random weights."""
-    key: Annotated[str, Option(WHAT, _MODELS_OWN, "KEY")] = ""
+    key: Annotated[str, Option(WHAT, f"{_LOADS} inspect convert", "KEY")] = ""
     """Where a training checkpoint holds the model's weights: model, or state.net."""
     adapter: Annotated[str, Option(WHAT, "bench floor predict recommend convert", "FOLDER")] = ""
     """An adapter that peft saved, such as LoRA, to merge into the model."""
-    trust_remote_code: Annotated[bool, Option(WHAT, _MODELS_OWN)] = False
+    trust_remote_code: Annotated[bool, Option(WHAT, f"{_LOADS} inspect convert")] = False
     """Run the Python code in a Hugging Face folder, with your rights: read it first."""
     kwargs: dict[str, Any] = {}
     """Arguments of the function that builds the model: `--set kwargs.width=64`."""
@@ -420,16 +308,19 @@ class Command(Strict):
     """The commands: mappings with the keys of a command."""
     image: Annotated[str, Option(HOW, "run floor", "IMAGE")] = ""
     """Run the command in a container of this image, as docker run does: with the image's entrypoint, your user id and the current folder."""
-    ready: Annotated[str, _PATTERN, Option(HOW, "run floor", "REGEX")] = ""
+    ready: Annotated[_Pattern, Option(HOW, "run floor", "REGEX")] = ""
     """Measure a server until a line of its output matches this regular expression, and stop it then."""
-    ready_url: Annotated[
-        str, _HTTP, AfterValidator(_check_ready), Option(HOW, "run floor", "URL")
-    ] = ""
+    ready_url: Annotated[str, AfterValidator(_check_address), Option(HOW, "run floor", "URL")] = ""
     """Measure a server until a GET request to this address is answered with a status below 500, and stop it then."""
     grace_s: _Seconds = 10.0
     """Seconds from SIGTERM to SIGKILL when weighin stops a server, or a process that outlives the command."""
     stacks: Annotated[bool, Option(HOW, "run", names=("--stacks/--no-stacks",))] = False
     """Read the stacks of Python processes near the peak, to name the line that allocated the memory. Each reading stops the command for an instant; with several repeats, there are none."""
+
+
+def _usual_strategies(known: dict[str, Any]) -> list[SuiteStrategy]:
+    names = DEFAULT_SAVING if known.get("operation") == "save" else DEFAULT_STRATEGIES
+    return [SuiteStrategy(name=name) for name in names]
 
 
 class Load(Strict):
@@ -438,39 +329,37 @@ class Load(Strict):
     operation: Literal["load", "save"] = "load"
     """Whether the strategies load a checkpoint or save one."""
     strategies: Annotated[
-        _Some[SuiteStrategy],
-        BeforeValidator(lambda value: _by_name(_listed(value))),
+        _Named[SuiteStrategy],
         Option(WHAT, "bench floor predict", "NAMES", ("--strategies", "--strategy", "-s"), True),
-    ] = Field(
-        default_factory=lambda known: [
-            SuiteStrategy(name=name)
-            for name in (DEFAULT_SAVING if known.get("operation") == "save" else DEFAULT_STRATEGIES)
-        ]
-    )
+    ] = Field(default_factory=_usual_strategies)
     """Ways of loading: names of `weighin list strategies`, files (./mine.py), or all. Default: six, or for saves all."""
-    device: Annotated[str, _DEVICE, Option(LIMITS, _LOADS, "DEVICE")] = "cpu"
+    device: Annotated[
+        str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$"), Option(LIMITS, _LOADS, "DEVICE")
+    ] = "cpu"
     """Where the model is loaded to: cpu, cuda or cuda:1."""
     dtype: Annotated[_Dtype, Option(WHAT, _LOADS, "DTYPE")] = "auto"
     """The loaded model's dtype: float32, bfloat16, float16, or auto, that of a Hugging Face folder's config.json, else float32."""
     cache: Annotated[Literal["cold", "warm"], Option(HOW, "bench", "STATE")] = "cold"
     """Whether the checkpoint is out of the page cache when the load begins (cold), or was read just before (warm)."""
-    format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
+    format: Annotated[
+        Annotated[list[str], BeforeValidator(_listed)], Option(WHAT, "bench floor predict", "NAMES")
+    ] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: what each strategy reads."""
     passes: Annotated[int, Field(ge=1)] = 1
     """The number of forward passes of the use forward: each reads a mapped model that is larger than the limit again."""
     uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
     """What the model is used for after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
-    ranks: Annotated[_Some[_Ranks], Option(HOW, _LOADS, "NUMBERS")] = [1]
+    ranks: Annotated[_Some[Annotated[int, Field(ge=1, le=64)]], Option(HOW, _LOADS, "NUMBERS")] = [
+        1
+    ]
     """How many processes load the model at once, under one limit, as torchrun starts them: 1,4."""
-    disk: Annotated[_Some[_Rate], Option(LIMITS, "bench recommend", "RATES")] = [None]
+    disk: Annotated[_Rates, Option(LIMITS, "bench recommend", "RATES")] = [None]
     """Rates to which the checkpoint's disk is slowed down: 50MB/s,none. It needs FUSE and weighin[disk]."""
-    disk_latency: Annotated[_Some[_Latency], Option(LIMITS, "recommend", "TIMES")] = [None]
+    disk_latency: Annotated[_Latencies, Option(LIMITS, "recommend", "TIMES")] = [None]
     """How much later the checkpoint's disk answers each request: 1ms,none. It needs FUSE and weighin[disk]."""
     vram: Annotated[_Limits, Option(LIMITS, "recommend", "SIZES")] = [None]
     """Limits of GPU memory without the CUDA context's own: 8g,none."""
-    environment: Annotated[list[_Environment], BeforeValidator(_as_list), Field(min_length=1)] = [
-        {}
-    ]
+    environment: _Some[_Environment] = [{}]
     """Environment variables of the load: `--set environment.MALLOC_ARENA_MAX=1`. A list measures each entry."""
     seed: int = 0
     """The random seed of generated weights."""
@@ -487,30 +376,45 @@ class Measure(Strict):
 
     ram: Annotated[_Limits, Option(LIMITS, "bench run recommend", "SIZES")] = [None]
     """RAM limits: 8g, 6500m, none. Several, as in 8g,4g, are measured one after the other."""
-    isolation: Annotated[_Isolation, Option(LIMITS, _MEASURED, "NAME")] = "auto"
+    isolation: Annotated[
+        Literal["auto", "docker", "cgroup", "process"], Option(LIMITS, _MEASURED, "NAME")
+    ] = "auto"
     """What enforces the limits: docker, cgroup, process (no limit), or auto, the first that works; for commands, auto takes no container. A gate should name one: their figures differ."""
     repeats: Annotated[int, Field(ge=1, le=10_000), Option(HOW, "bench run", "N")] = 1
     """How often each cell is measured: all once, then all again."""
-    timeout_s: Annotated[
-        _Seconds,
-        AfterValidator(_check_timeout),
-        Option(LIMITS, _MEASURED, "SECONDS", ("--timeout",)),
-    ] = Field(default_factory=lambda known: 0.0 if known.get("commands") else 600.0)
-    """Seconds after which a measured process is killed; for commands, 0 for never."""
+    timeout_s: Annotated[_Seconds, Option(LIMITS, _MEASURED, "SECONDS", ("--timeout",))] = Field(
+        default_factory=lambda known: 0.0 if known.get("commands") else 600.0
+    )
+    """Seconds after which a measured process is killed; 0 for never."""
     mounts: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
     """Files and folders that a container may read, at the same path: `--set mounts=[/data]`."""
     description: str = ""
     """One line for `weighin list suites`."""
-    engine: Annotated[dict[str, Any], _NAMED, Option(HOW, "bench run", "NAME")] = {}
+    engine: Annotated[
+        dict[str, Any],
+        BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value),
+        Option(HOW, "bench run", "NAME"),
+    ] = {}
     """Where to measure: local, on this machine, or ray, on the nodes of a Ray cluster that have the resource weighin_slot."""
     address: Annotated[str, Field(exclude=True)] = ""
     """With the engine ray, the cluster's address, HOST:PORT. Default: auto, the cluster of this machine."""
     labels: Annotated[dict[str, str], Field(exclude=True)] = {}
     """With the engine ray, the labels that a node must have: `ray.io/accelerator-type=H100`."""
-    shard: Annotated[str, AfterValidator(_check_shard)] = ""
+    shard: str = ""
     """The part of the cells that this run measures: 2/8 is every eighth, beginning with the second."""
     wait: Annotated[bool, Field(exclude=True)] = False
     """If another run is measuring on this machine, wait for its end instead of ending with code 4."""
+
+
+_ONLY_OF_LOADS: Final[dict[str, object]] = {
+    "cache": "cold", "uses": FORWARD, "passes": 1, "ranks": 1, "disk": None, "disk_latency": None,
+}  # fmt: skip
+"""The settings that have no effect on a save, with their only value then."""
+KEYS: Final[dict[str, tuple[str, ...]]] = {
+    MODELS: (*Model.model_fields, *Load.model_fields, *Measure.model_fields),
+    COMMANDS: (*Command.model_fields, *Measure.model_fields),
+}
+"""The keys of a suite of models, and of one of commands."""
 
 
 class Settings(Measure, Load, Command, Model):
@@ -537,25 +441,15 @@ class Settings(Measure, Load, Command, Model):
     """The folders of the user's Python modules."""
 
     @classmethod
-    def keys(cls, context: str | None = None) -> dict[str, bool]:
-        """Return the keys of a suite of models (``MODELS``) or of commands (``COMMANDS``), or all."""
-        if context not in _KINDS:
-            return dict.fromkeys(cls.model_fields, False)
-        needed, parts = _KINDS[context]
-        names = {name for part in parts for name in part.model_fields}
-        return {name: name == needed for name in cls.model_fields if name in names}
+    def known(cls, context: str | None) -> Collection[str]:
+        return KEYS.get(context or "") or super().known(context)
 
-    @field_validator(*_NO_EFFECT["operation", "save"])
+    @field_validator(*_ONLY_OF_LOADS)
     @classmethod
     def _check_effect(cls, value: Any, info: ValidationInfo) -> Any:
-        for (name, state), without in _NO_EFFECT.items():
-            is_so = info.field_name in without and info.data.get(name) == state
-            if is_so and any(each != without[info.field_name or ""] for each in _as_list(value)):
-                raise ValueError(f"it has no effect with {name} {state}", "leave it out")
-        if info.field_name == "uses" and info.data.get("passes", 1) > 1 and FORWARD not in value:
-            raise ValueError(
-                "passes applies to the use forward, which is not among the uses", "leave passes out"
-            )
+        usual = _ONLY_OF_LOADS[info.field_name or ""]
+        if info.data.get("operation") == "save" and any(each != usual for each in _as_list(value)):
+            raise ValueError("it has no effect with operation save", "leave it out")
         return value
 
     @property
@@ -586,13 +480,6 @@ class Settings(Measure, Load, Command, Model):
         return Path(own) if own else self.checkpoint
 
 
-_KINDS: Final[dict[str | None, tuple[str, tuple[type[Strict], ...]]]] = {
-    MODELS: ("models", (Model, Load, Measure)),
-    COMMANDS: ("commands", (Command, Measure)),
-}
-"""For each kind of suite, the key that it needs, and whose keys it has."""
-
-
 _OF_A_MEASUREMENT: Final = {
     "ram", "vram", "disk", "disk_latency", "cache", "operation", "repeats", "passes",
     "steady", "jobs", "engine", "shard",
@@ -602,7 +489,7 @@ _OF_A_MEASUREMENT: Final = {
 
 def used_by(verb: str, kind: str = MODELS) -> set[str]:
     """Return the settings that have an effect on a verb; ``kind`` is MODELS or COMMANDS."""
-    keys = {*Settings.keys(kind)}
+    keys = {*KEYS[kind]}
     if verb == "floor":
         return keys - _OF_A_MEASUREMENT
     if verb in ("bench", "run"):
@@ -640,8 +527,12 @@ def typed_as(key: str, verb: str = "") -> str:
     return f"{typed_as(outer, verb)}.{inner}" if dot else f"--set {key}"
 
 
-Place = str | Callable[[str], str]
-"""Where settings were written: a file, or a function from a key to what was typed."""
+Place = Callable[[str], str]
+"""Says of a key where it was written: in a file, or as what was typed."""
+
+
+def in_file(path: object) -> Place:
+    return lambda key: f"{path}: {key}"
 
 
 def validate(
@@ -652,21 +543,18 @@ def validate(
         return kind.model_validate(content, context=context)
     except ValidationError as error:
         first = error.errors()[0]
-    more, repair = first.get("ctx", {}), ""
+    more, given = first.get("ctx", {}), first["input"]
     key = ".".join(part for part in (*first["loc"], more.get("key")) if isinstance(part, str))
+    message, repair = f"{first['msg'][0].lower()}{first['msg'][1:]}", more.get("repair", "")
     if first["type"] == "value_error":
-        message, repair = more["error"].args
-    elif first["type"] == "key":
-        message, repair = first["msg"], more["repair"]
-    elif first["type"] == "too_short":
-        message, repair = "empty", "write at least one value, or leave the key out"
-    else:
-        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
+        message, *repairs = more["error"].args
+        repair = "".join(repairs)
+    elif not repair:
+        message += f", got {given!r}"
         # YAML reads 3, yes and 2026-01-01 as a number, as true and as a date.
-        is_plain = not isinstance(first["input"], list | dict | None)
-        if first["type"] == "string_type" and is_plain:
+        if first["type"] == "string_type" and not isinstance(given, list | dict | None):
             repair = "write the value in quotes"
-    raise ConfigError(f"{place(key) if callable(place) else f'{place}: {key}'}: {message}", repair)
+    raise ConfigError(f"{place(key)}: {message}", repair)
 
 
 def check_suite(options: Mapping[str, Any]) -> Settings:
@@ -686,59 +574,51 @@ def merge(sources: Sequence[tuple[Place, Mapping[str, Any]]], kind: str = MODELS
             content.pop(name, None)
         content |= given
         written |= dict.fromkeys(map(str, given), place)
-    # A key that nobody wrote is missing in the suite, the last of the files.
-    suite = next((each for each, _ in reversed(sources) if isinstance(each, str)), "")
 
     def named(key: str) -> str:
-        place = written.get(key.partition(".")[0], suite)
-        return place(key) if callable(place) else f"{place}: {key}"
+        return (written.get(key) or written[key.partition(".")[0]])(key)
 
-    return validate(Settings, content, named, kind)
+    settings = validate(Settings, content, named, kind)
+    if not (settings.models or settings.commands):
+        raise ConfigError(f"the suite has no {KEYS[kind][0]}", f"write the key {KEYS[kind][0]}")
+    return settings
 
 
 def read_suite(path: Path, kind: str = MODELS) -> Settings:
     """Read a suite's YAML file; raise ConfigError if a key or value is invalid, or the kind is the other."""
-    return merge([read_suite_file(path, kind)], kind)
+    return merge([(in_file(path), read_suite_file(path, kind))], kind)
 
 
-def read_suite_file(path: Path, kind: str = MODELS) -> tuple[str, dict[str, Any]]:
-    """Return a suite's file, and its keys and values."""
+def read_suite_file(path: Path, kind: str = MODELS) -> dict[str, Any]:
+    """Return a suite's keys and values."""
     from weighin.settings.yaml_file import read_mapping  # `weighin run` does without yaml
 
     content = read_mapping(path)
-    if {"models", "commands"} <= content.keys():
-        raise ConfigError(f"{path}: a suite has models or commands, not both", "write two suites")
     other, verb = ("commands", "run") if kind == MODELS else ("models", "bench")
     if other in content:
         raise ConfigError(
             f"{path} is a suite of {other}",
-            f"measure the suite with weighin {verb}: weighin {verb} --suite {shlex.quote(str(path))}",
+            f"measure it with weighin {verb} --suite {shlex.quote(str(path))}; a suite has models or"
+            " commands, not both",
         )
     if "trust_remote_code" in content:
         raise ConfigError(
             f"{path}: trust_remote_code is a permission, which no file can give",
             "give it on the command line: --trust-remote-code",
         )
-    return str(path), content
+    return content
 
 
 def read_plan(settings: Mapping[str, Any], cells: Sequence[Cell], place: Path) -> Settings:
     """Return the settings of a plan, also of an older weighin; ignore keys of a later one."""
     content = {name: value for name, value in settings.items() if value is not None}
-    # An older weighin stored the settings of commands in an object of their own, and by label what
-    # differs between the commands.
+    # An older weighin stored the settings of commands in an object of their own.
     if isinstance(old := content.pop("command", None), dict):
-        own = old.pop("own", {})
-        content |= {name: value for name, value in old.items() if name not in ("cold", "marks")}
-        content["cwd"] = old.get("folder", "")
+        own = {"cold": old.get("cold", []), "marks": old.get("marks", [])}
+        words = {each.strategy: (each.command, each.environment) for each in cells}
+        content |= old | {"cwd": old.get("folder", "")}
         content["commands"] = [
-            {
-                "name": cell.strategy,
-                "command": list(cell.command),
-                "environment": cell.environment,
-                **{key: old.get(key, []) for key in ("cold", "marks")},
-                **own.get(cell.strategy, {}),
-            }
-            for cell in {cell.strategy: cell for cell in cells}.values()
+            own | {"name": name, "command": list(command), "environment": environment}
+            for name, (command, environment) in words.items()
         ]
-    return validate(Settings, content, str(place), IN_PLAN)
+    return validate(Settings, content, in_file(place), IN_PLAN)
