@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from dataclasses import fields as dataclass_fields
 from functools import cached_property, partial
 from typing import Any, Final, Literal, Self
 
@@ -97,19 +96,17 @@ class Cell:
     ) -> Self:
         """Return the cell that measures a command; ``fields`` sets further fields of the cell."""
         fields = {"operation": "command", "cache": "as found", "passes": 0, **fields}
-        return cls(
-            ModelSpec("", ""), label, isolation, dtype="", format="", command=command, **fields
-        )
+        fields |= {"dtype": "", "format": "", "command": command}
+        return cls(ModelSpec("", ""), label, isolation, **fields)
 
     @cached_property
     def series(self) -> str:
         """The name that all repeats of this cell share: the strategy, and a hash of the fields that do
         not have their default value. It stays the same when a later version of weighin adds a field.
         """
-        usual = Cell(ModelSpec("", ""), "", "")
-        names = [each.name for each in dataclass_fields(self)]
-        fields = {name: getattr(self, name) for name in names if name != "repeat"}
-        fields = {n: value for n, value in fields.items() if value != getattr(usual, n)}
+        own, usual = vars(self), vars(Cell(ModelSpec("", ""), "", ""))
+        fields = {name: own[name] for name, value in usual.items() if own[name] != value}
+        fields.pop("repeat", None)
         fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}
         text = json.dumps(fields, sort_keys=True, default=str)
         return f"{self.strategy}-{_digest(text)[:10]}"

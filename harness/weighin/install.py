@@ -6,12 +6,8 @@ import json
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import unquote, urlsplit
-
-PLACEHOLDER: Final = "git+URL"
-"""Stands for the repository's address in the docs, and in commands if the address is unknown."""
-EXPLAINED: Final = "where URL is the address of weighin's repository"
 
 
 def command(*extras: str, anywhere: bool = False) -> str:
@@ -28,13 +24,13 @@ def command(*extras: str, anywhere: bool = False) -> str:
     if not anywhere and parts.scheme == "file" and Path(path).exists():
         editable = "--editable " if record.get("dir_info", {}).get("editable") else ""
         return f"pip install {editable}'{path}{chosen}'"
-    addresses = dict(line.partition(", ")[::2] for line in urls)  # "Source, https://..."
+    sources = [line.partition(", ")[2] for line in urls if line.startswith("Source, ")]
     if "vcs_info" in record:
         address = f"{record['vcs_info']['vcs']}+{record['url']}"
     else:
-        address = f"git+{addresses['Source']}" if "Source" in addresses else PLACEHOLDER
-    line = f"pip install 'weighin{chosen} @ {address}'"
-    return f"{line}, {EXPLAINED}" if address == PLACEHOLDER else line
+        address = f"git+{sources[0]}" if sources else ""
+    line = f"pip install 'weighin{chosen} @ {address or 'git+URL'}'"
+    return line if address else f"{line}, where URL is the address of weighin's repository"
 
 
 def upgrade() -> str:

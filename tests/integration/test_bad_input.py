@@ -58,7 +58,7 @@ def test_more_ram_than_the_machine_has_is_refused(command: CommandLine) -> None:
         Ended(ended.code, ended.out, text, ended.left),
         2,
         "error: --ram 900TiB is more than this machine has (ALL)\n"
-        "give a smaller limit, or leave out --ram\n",
+        "give a smaller limit, or another device or machine\n",
     )
 
 

@@ -367,10 +367,7 @@ def test_ctrl_c_ends_a_program_on_a_terminal(command: CommandLine) -> None:
 def test_an_image_and_a_cgroup_contradict_each_other(command: CommandLine) -> None:
     ended = command.run("run", "--isolation", "cgroup", "--image", "debian", "--", "true")
     assert ended.code == 2
-    assert (
-        "--image debian needs --isolation docker, but the command line has --isolation cgroup"
-        in ended.err
-    )
+    assert "--image needs --isolation docker" in ended.err
 
 
 def test_a_command_finds_the_torch_of_this_environment(command: CommandLine) -> None:

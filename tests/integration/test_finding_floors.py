@@ -84,7 +84,7 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
     refused = command.run("bench", "--resume", "found")
     assert (refused.code, refused.err) == (
         2,
-        "error: found contains a search for floors (weighin floor)\nto resume the search: weighin"
+        "error: found contains a search for floors (weighin floor)\nto resume it: weighin"
         " floor --resume found\n",
     )
     ended = command.run("floor", "--resume", "found", "--json", "-", patience_s=400)

@@ -1,7 +1,6 @@
 """The environment of a cell: read strictly, part of its series, and shown where settings are."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from factories import make_cell, planned
 from weighin.cell import Cell, ModelSpec, decode_job, encode_job
 from weighin.errors import ConfigError
 from weighin.plan.loads import plan_cell
-from weighin.plan.start import start
 from weighin.predict.client import predict
 from weighin.records.series import name_of
 from weighin.settings.definition import check_suite
@@ -81,22 +79,6 @@ def test_each_environment_is_measured_with_each_strategy() -> None:
         ("baseline", ARENAS),
         ("streaming", ARENAS),
     ]
-
-
-@pytest.mark.parametrize(
-    ("library", "what"),
-    [
-        ("libjemalloc.so.2", "'libjemalloc.so.2' is not an absolute path"),
-        ("/nowhere/lib.so", "there is no file /nowhere/lib.so"),
-    ],
-)
-def test_a_library_that_cannot_be_preloaded_is_refused_before_a_run(
-    library: str, what: str, tmp_path: Path
-) -> None:
-    usual = {"models": "gpt2-tiny", "strategies": "baseline", "isolation": "process"}
-    settings = check_suite(usual | {"environment": {"LD_PRELOAD": library}})
-    with pytest.raises(ConfigError, match=f"^LD_PRELOAD: {what}\n"):
-        start(settings, tmp_path / "run")
 
 
 def test_a_prediction_follows_no_other_settings() -> None:

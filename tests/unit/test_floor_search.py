@@ -119,12 +119,11 @@ def test_only_a_search_is_resumed_as_one(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RecordError) as caught:
         plans.resume(Path("run"), trusted=True, search=True)
     assert str(caught.value) == (
-        "run contains a run that is not a search for floors\nto resume the run: weighin run --resume"
-        " run"
+        "run contains a run that is no search for floors\nto resume it: weighin run --resume run"
     )
     with pytest.raises(RecordError) as caught:
         plans.resume(Path("search"), trusted=True)
     assert str(caught.value) == (
-        "search contains a search for floors (weighin floor)\nto resume the search: weighin floor"
+        "search contains a search for floors (weighin floor)\nto resume it: weighin floor"
         " --resume search"
     )

@@ -8,7 +8,7 @@ import torch
 
 from weighin import child_process
 from weighin.errors import IsolationUnavailable
-from weighin.plan.task import check_machines
+from weighin.plan.task import Demand, check_machines
 from weighin.probes import gpu_memory
 from weighin.probes.gpu_memory import Gpu, GpuAnswer
 from weighin.units import GIB
@@ -40,7 +40,7 @@ def gpus(*sizes: int) -> dict[str, Any]:
 
 def complaint(device: str, limits: list[int | None] | None = None) -> str:
     with pytest.raises(IsolationUnavailable) as caught:
-        check_machines([], device, limits or [None], ())
+        check_machines([Demand(None, device, limit) for limit in limits or [None]], ())
     return str(caught.value)
 
 
@@ -54,8 +54,8 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
 def test_all_gpus_are_listed(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
     assert gpu_memory.look() == GpuAnswer((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
-    check_machines([], "cuda", [None, GIB], ())
-    check_machines([], "cuda:1", [2 * GIB], ())
+    check_machines([Demand(None, "cuda"), Demand(None, "cuda", GIB)], ())
+    check_machines([Demand(None, "cuda:1", 2 * GIB)], ())
 
 
 def test_a_torch_without_cuda(answer: Answer) -> None:
@@ -79,7 +79,6 @@ def test_a_machine_without_a_gpu(answer: Answer) -> None:
 def test_a_gpu_or_a_limit_beyond_those_of_this_machine(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
     assert complaint("cuda:7") == (
-        "this machine has no cuda:7\n"
-        "give a smaller limit, or name another device: weighin doctor shows the GPU"
+        "this machine has no cuda:7\ngive a smaller limit, or another device or machine"
     )
     assert "the GPU of this machine has 1.000 GiB, less than" in complaint("cuda", [None, 2 * GIB])

@@ -60,7 +60,7 @@ def test_a_strategy_for_ranks_has_no_cell_of_one_rank_beside_those_of_several() 
     cells = [(one.cell.strategy, one.cell.ranks, one.skip) for one in found]
     assert cells == [("a", 1, ""), ("a", 2, ""), ("s", 2, "")]
     (alone,) = cells_of(strategies=((shares, {}),))
-    assert alone.skip == "s divides a load among several processes, so it needs --ranks 2 or more"
+    assert alone.skip == "s divides a load: it needs --ranks 2 or more"
 
 
 def test_a_cell_has_all_that_the_suite_says() -> None:

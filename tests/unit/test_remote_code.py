@@ -79,7 +79,7 @@ def test_the_plan_keeps_the_code_and_somebody_elses_run_asks_for_trust(
     with pytest.raises(ConfigError) as caught:
         resume(run)
     line = f"code of the Hugging Face folder {folder}"
-    assert caught.value.message.endswith(f"and would run here: {line}")
+    assert caught.value.message.endswith(f"and would run here: {line}; mount {folder}")
     restored = resume(run, trusted=True)
     assert restored.planned[0].cell.model.kwargs == kwargs
 

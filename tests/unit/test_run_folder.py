@@ -244,10 +244,6 @@ def test_a_run_without_a_record_is_discarded_and_others_are_kept(tmp_path: Path,
     run_folder.discard_unmeasured(new)
     assert [path.name for path in new.iterdir()] == ["notes.txt"]
     run_folder.discard_unmeasured(tmp_path / "none")
-    (made := tmp_path / "weighin-results-abc").mkdir()
-    run_folder.write_plan(made / "new", [make_cell()])
-    run_folder.discard_unmeasured(made / "new")
-    assert not made.exists()
 
 
 def test_an_unreadable_file_names_its_owner(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,10 +49,10 @@ def test_where_no_group_can_be_made_nothing_is_around(monkeypatch: pytest.Monkey
 
 def test_a_limit_of_all_ram_is_accepted_and_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "total_ram_bytes", lambda: GIB)
-    task.check_machines([None, GIB], "cpu", [], ())
+    task.check_machines([task.Demand(), task.Demand(GIB)], ())
     with pytest.raises(ConfigError) as caught:
-        task.check_machines([None, GIB + MIB], "cpu", [], ())
+        task.check_machines([task.Demand(), task.Demand(GIB + MIB)], ())
     assert str(caught.value) == (
         "--ram 1025MiB is more than this machine has (1.000 GiB)\n"
-        "give a smaller limit, or leave out --ram"
+        "give a smaller limit, or another device or machine"
     )

@@ -80,7 +80,7 @@ def shown(here: Path) -> dict[Callable[[dict[str, Any]], None], str]:
     return {
         builder: 'builder os:system with {"command": "touch \\u001b[2Jowned"}',
         strategy: f"strategy {here}/mine.py",
-        variable: "environment LD_PRELOAD=/evil.so",
+        variable: "environment LD_PRELOAD=/evil.so; environment MALLOC_ARENA_MAX=2",
         mount: "mount /etc",
         cluster: "Ray cluster ray://evil:10001",
         folder: f"builder evil:build with {{}}; folder of modules {here}/lib",

@@ -1,6 +1,6 @@
 """Plan a run of loads or saves: expand its settings into cells, in the order in which they run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,8 +10,7 @@ from typing import Any, Final
 from weighin.cell import FORK, FORWARD, NONE, TO_DEVICE, Cell, ModelSpec
 from weighin.errors import ConfigError, HarnessError
 from weighin.isolation.base import Isolation
-from weighin.isolation.visible import preloaded
-from weighin.plan.task import Node, Planned, check_machines, choose
+from weighin.plan.task import Demand, Node, Planned, check_machines, choose
 from weighin.settings.definition import Settings
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
@@ -26,6 +25,7 @@ _FOLDERS: Final = {
     "diffusers": "parts of diffusers pipelines",
     "timm": "folders of timm",
 }
+_ON_CPU: Final = (TO_DEVICE, FORK)  # the uses of a model on the CPU
 
 
 def plan(
@@ -43,34 +43,14 @@ def plan(
         formats.known(name)  # raises for an unknown format before the isolation is tested
     isolation, note = choose(settings, nodes)
     planned = cells_of(
-        settings,
-        models,
-        strategies,
-        isolation.name,
-        dtypes=chosen.dtypes,
-        own_formats=chosen.own_formats,
+        settings, models, strategies, isolation.name, chosen.dtypes, chosen.own_formats
     )
     with remembering():  # each repeat asks for the same checkpoint
         planned = [_of_this_run(each, checkpoint, chosen.selection, nodes) for each in planned]
     _check_any_runs(planned)
-    for name in (name for variables in settings.environment for name in preloaded(variables)):
-        # In both cases, the dynamic linker would at most print a line.
-        wrong = ""
-        if not Path(name).is_absolute():
-            wrong = f"{name!r} is not an absolute path"
-        elif not Path(name).is_file():
-            wrong = f"there is no file {name}"
-        if wrong:
-            raise ConfigError(
-                f"LD_PRELOAD: {wrong}",
-                "install the library, or write its whole path: `ldconfig -p` lists this machine's",
-            )
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
     mounts = (*map(Path, settings.mounts), *folders, *adapters)
-    for path in mounts:
-        if not path.exists():
-            raise ConfigError(f"mounts: {path}: there is no such file or folder")
     found = {
         "checkpoint": checkpoint,
         "checkpoints": {title: str(path.absolute()) for title, path in chosen.checkpoints.items()},
@@ -101,7 +81,6 @@ def cells_of(
     models: Sequence[ModelSpec],
     strategies: Sequence[tuple[StrategyInfo, dict[str, Any]]],
     isolation: str,
-    *,
     dtypes: Mapping[str, str] = MappingProxyType({}),
     own_formats: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Planned]:
@@ -154,91 +133,72 @@ def plan_cell(cell: Cell, info: StrategyInfo, own_format: str | None = None) -> 
     """Plan a cell, which is skipped if its strategy does not support its settings. ``own_format`` is that of the
     user's checkpoint.
     """
-    return Planned(cell, info, next(_obstacles(cell, info, own_format), ""))
+    obstacles = _obstacles(cell, info, own_format)
+    return Planned(cell, info, next((why for is_so, why in obstacles if is_so), ""))
 
 
-def _obstacles(cell: Cell, info: StrategyInfo, own_format: str | None) -> Iterator[str]:
-    """Yield why a cell cannot be run, beginning with what nothing but another cell can change."""
-    kind, is_save = cell.device.partition(":")[0], cell.operation == "save"
-    if cell.format not in info.formats:
-        only = f"only {', '.join(info.formats)}"
-        if cell.format == gguf.NAME:
-            only += f"; to measure it with the dequantised weights: --format {info.formats[0]}"
-        yield f"{info.name} does not {'write' if is_save else 'read'} {cell.format}, {only}"
-    if cell.format == gguf.NAME and (missing := registry.missing_packages(("gguf", "accelerate"))):
-        yield f"{info.name} of a GGUF file {missing}"  # transformers imports them
-    if cell.use and cell.ranks > 1:
-        yield f"weighin measures the use {cell.use} only in one process: --ranks 1"
-    if cell.use == TO_DEVICE and kind != "cpu":
-        yield "to-device moves a model from the CPU to the GPU, but the model is on the GPU already"
-    if cell.use == FORK and kind != "cpu":
-        yield "a forked process cannot use a model on the GPU"
-    if info.shares_load and cell.ranks == 1:
-        yield f"{info.name} divides a load among several processes, so it needs --ranks 2 or more"
-    if info.pretrained and folder_library(cell.model) != info.pretrained:
-        yield f"{info.name} loads {_FOLDERS[info.pretrained]} only"
-    if kind not in info.devices:
-        yield f"{info.name} does not {'save from' if is_save else 'load to'} {kind}"
-    yield from _obstacles_of_weights(cell, info)
-    if info.missing:
-        yield f"{info.name} {info.missing}"
-    if info.pretrained and own_format and cell.format != own_format:
-        yield f"{info.name} loads only the folder's own files, of format {own_format}"
-
-
-def _obstacles_of_weights(cell: Cell, info: StrategyInfo) -> Iterator[str]:
-    is_save, adapter = cell.operation == "save", adapter_of(cell.model)
-    if info.needs_adapter and not adapter:
-        yield f"{info.name} needs an adapter to merge into the model: --adapter ADAPTER"
-    if adapter and not (is_save or info.merges):
-        yield "the model has an adapter; only --strategies streaming,peft_merge merge it"
+def _obstacles(
+    cell: Cell, info: StrategyInfo, own_format: str | None
+) -> Sequence[tuple[object, str]]:
+    """Return what can hinder a cell, and whether it does, beginning with what only another cell can change."""
+    name, kind, is_save = info.name, cell.device.partition(":")[0], cell.operation == "save"
+    is_of_folder, adapter = bool(info.pretrained), adapter_of(cell.model)
+    able, of_gguf = ", ".join(info.formats), ""
+    if cell.format == gguf.NAME:
+        able += f"; to measure it with the dequantised weights: --format {info.formats[0]}"
+        of_gguf = registry.missing_packages(("gguf", "accelerate"))  # transformers imports them
+    obstacles: list[tuple[object, str]] = [
+        (cell.format not in info.formats, f"{name} does not {'write' if is_save else 'read'} {cell.format}, only {able}"),
+        (of_gguf, f"{name} of a GGUF file {of_gguf}"),
+        (cell.use and cell.ranks > 1, f"the use {cell.use} is measured in one process: --ranks 1"),
+        (cell.use in _ON_CPU and kind != "cpu", f"the use {cell.use} needs a model on the CPU"),
+        (info.shares_load and cell.ranks == 1, f"{name} divides a load: it needs --ranks 2 or more"),
+        (is_of_folder and folder_library(cell.model) != info.pretrained, f"{name} loads {_FOLDERS.get(info.pretrained)} only"),
+        (kind not in info.devices, f"{name} does not {'save from' if is_save else 'load to'} {kind}"),
+        (info.needs_adapter and not adapter, f"{name} needs an adapter to merge: --adapter ADAPTER"),
+        (adapter and not (is_save or info.merges), "the model has an adapter; only --strategies streaming,peft_merge merge it"),
+    ]  # fmt: skip
     if found := quantised.of_model(cell.model):
         weights = f"the weights are {found.summary}"
-        if is_save:
-            yield f"{weights}; weighin saves only weights that are not quantised"
-        if found.obstacle:
-            yield f"{weights}; {found.obstacle}; {found.repair}"
-        if not info.loads(found):
-            able = "streaming and transformers" if found.dequantises else "transformers"
-            yield f"{weights}; only {able} can load them"
+        able = "streaming and transformers" if found.dequantises else "transformers"
+        obstacles += [
+            (is_save, f"{weights}; weighin saves only weights that are not quantised"),
+            (found.obstacle, f"{weights}; {found.obstacle}; {found.repair}"),
+            (not info.loads(found), f"{weights}; only {able} can load them"),
+        ]
+    is_other = is_of_folder and own_format and cell.format != own_format
+    of_folder = f"{name} loads only the folder's own files, of format {own_format}"
+    return [*obstacles, (info.missing, f"{name} {info.missing}"), (is_other, of_folder)]
 
 
 def _of_this_run(
     each: Planned, checkpoint: Path | None, selection: Selection, nodes: Sequence[Node]
 ) -> Planned:
-    """Skip a cell that this run's machines or checkpoint cannot serve; refuse a strategy whose own --key or
-    strip_prefix, or whose format, differs from the run's.
+    """Skip a cell that this run's machines or checkpoint cannot serve; refuse a strategy that reads another part of
+    the checkpoint, or another format, than the run says.
     """
     if each.skip:
         return each
     if each.cell.use == TO_DEVICE:
         try:
-            check_machines([], "cuda", (None,), nodes)
+            check_machines([Demand.of(each.cell)], nodes)
         except HarnessError as error:
-            return replace(
-                each, skip=f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
-            )
+            why = error.message.removeprefix("--device cuda: ")
+            return replace(each, skip=f"{TO_DEVICE}: {why}")
     if not each.selection:
         return each
-    name, options = each.cell.strategy, " ".join(each.selection.options)
-    if each.selection != selection:
-        asked = " ".join(selection.options) or "neither --key nor strip_prefix"
+    own = formats.loaded_as(checkpoint)
+    if each.selection != selection or each.cell.format != own:
+        options = " ".join(each.selection.options)
         raise ConfigError(
-            f"strategy {name} has the options {options}, but the run has {asked}",
-            f"add --checkpoint PATH {options}, or change the strategy's options",
-        )
-    if each.cell.format != (own := formats.loaded_as(checkpoint)):
-        raise ConfigError(
-            f"{name} with the option {options} reads your checkpoint itself, whose format is {own},"
-            f" not {each.cell.format}",
-            "leave --format out, or leave the strategy out",
+            f"with its option {options}, strategy {each.cell.strategy} reads your checkpoint itself",
+            f"give the run the same part and format: --checkpoint PATH {options}, without --format",
         )
     if not (checkpoint and each.strategy.weights_only):
         return each
-    if refused := formats.read(checkpoint, selection).refused:
-        why = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
-        return replace(each, skip=f"{name}: {why}")
-    return each
+    refused = formats.read(checkpoint, selection).refused
+    why = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}"
+    return replace(each, skip=f"{each.cell.strategy}: {why}" if refused else "")
 
 
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
@@ -247,8 +207,7 @@ def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
         if places.setdefault(name, place) != place:
             raise ConfigError(
                 f"two {kinds} are called {name!r}: {places[name]} and {place}",
-                "rename one of the two, or measure them in two runs, because a record identifies"
-                f" {kinds} by name",
+                "rename one of the two, or measure them in two runs",
             )
 
 
@@ -257,6 +216,5 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(
             f"weighin skips every measurement of the run: {reasons}",
-            "choose another strategy, format or device: weighin list strategies shows the formats"
-            " and devices of each strategy",
+            "weighin list strategies shows the formats and devices of each strategy",
         )

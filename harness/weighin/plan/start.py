@@ -1,8 +1,8 @@
 """Start a new run: plan its cells and write its folder; or restore a run from its folder.
 
 A plan may name any code, which a restored run would execute with the user's rights. weighin's cache
-therefore has the digest of each plan that this user's weighin wrote. Any other plan that names foreign
-code, which is neither part of weighin nor installed, needs --trust.
+therefore has the digest of each plan that this user's weighin wrote. Any other plan of commands, or that names
+code which is neither part of weighin nor installed, needs --trust.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +27,7 @@ from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.plan.task import Node, Planned, Run, choose
 from weighin.records import run_folder
-from weighin.records.run_folder import resume_command
+from weighin.records.run_folder import resume_command, verb_of
 from weighin.settings.definition import Settings, read_plan
 from weighin.text import one_line, printable
 from weighin.units import format_exact
@@ -36,11 +35,6 @@ from weighin.units import format_exact
 _LABEL_LENGTH: Final = 60  # characters of all commands in the name of a run's folder
 _PLANS: Final = "plans.sha256"  # the file of the digests in weighin's cache
 _VALUE_LENGTH: Final = 120
-_NO_CODE: Final = (
-    "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
-    "MALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
-)  # fmt: skip
-"""Variables that cannot make a process load code, as LD_PRELOAD and PYTHONHOME can."""
 _INTERPRETERS: Final = re.compile(r"(python|pypy|perl|ruby|node|bash|sh)[\d.]*")
 _CODE: Final = re.compile(r"-[A-Za-z]*[ceEp]|-|--eval|--print")
 """After one of these options of an interpreter, or in standard input, there is code and no script."""
@@ -78,26 +72,23 @@ def start(
 
 def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
     """Restore a run, or a search for floors, from its plan, to measure its cells without a record."""
-    text = run_folder.read_file(folder, run_folder.PLAN)
+    text, place = run_folder.read_file(folder, run_folder.PLAN), folder / run_folder.PLAN
     found = run_folder.parse_plan(folder, text)
-    if not found.cells:
-        raise RecordError(f"the run in {folder} plans no measurement", "start a new run")
-    place = folder / run_folder.PLAN
     settings = read_plan(found.settings, found.cells, place)
-    again = resume_command(settings.verb, folder)
+    again = resume_command(verb_of(vars(settings)), folder)
     if not (trusted or is_ours(text)) and (listed := "; ".join(foreign(found.cells, settings))):
         raise ConfigError(
             f"{place} names code that is not part of weighin and would run here: {listed}",
             f"read that code; if you trust it: {again} --trust; or start a new run",
         )
     if (settings.within is not None) != search:
-        is_run = "run that is not a search for floors"
-        what, kind = (is_run, "run") if search else ("search for floors (weighin floor)", "search")
-        raise RecordError(f"{folder} contains a {what}", f"to resume the {kind}: {again}")
+        kind = "run that is no search for floors" if search else "search for floors (weighin floor)"
+        raise RecordError(f"{folder} contains a {kind}", f"to resume it: {again}")
     known = {each.name for each in settings.commands} or settings.strategy_paths.keys()
-    if lacking := [each.strategy for each in found.cells if each.strategy not in known]:
-        what = "command" if settings.commands else "path of the strategy"
-        raise RecordError(f"{place} lacks the {what} {lacking[0]!r}", "start a new run")
+    lacking = [each.strategy for each in found.cells if each.strategy not in known]
+    if lacking or not found.cells:
+        what = f"the strategy or command {lacking[0]!r}" if lacking else "cells"
+        raise RecordError(f"{place} lacks {what}", "start a new run")
     if settings.commands:
         planned = [Planned(cell) for cell in found.cells]
     else:
@@ -114,6 +105,8 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
 def _plan_commands(
     settings: Settings, nodes: Sequence[Node]
 ) -> tuple[list[Planned], Isolation, str]:
+    if settings.image and settings.isolation not in ("auto", "docker"):
+        raise ConfigError("--image needs --isolation docker", "leave out --isolation or --image")
     # Else the program is in the image or on another node.
     is_here = not (settings.isolation == "docker" or settings.image or nodes)
     for command in settings.commands:
@@ -125,12 +118,6 @@ def _plan_commands(
             )
         if not nodes:
             files_in(command.cold)
-    if settings.image and settings.isolation not in ("auto", "docker"):
-        raise ConfigError(
-            f"--image {settings.image} needs --isolation docker, but the command line has"
-            f" --isolation {settings.isolation}",
-            "leave out --isolation or --image",
-        )
     isolation, note = choose(settings, nodes)
     cells = (
         Cell.of_command(
@@ -175,23 +162,21 @@ def label_of(command: Sequence[str]) -> str:
         elif not _CODE.fullmatch(word):
             continue
         break
-    return printable(label) or "command"
+    return label
 
 
 # Trust ---------------------------------------------------------------------------------------------
 
 
 def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
-    """Return what a plan names that is neither part of weighin nor installed."""
+    """Return what a plan names that is neither part of weighin nor installed: of a plan of commands, each."""
     address = settings.engine.get("address")  # Ray unpickles, and so runs, what a cluster sends
-    found: list[tuple[str, object]] = [("Ray cluster", None if address == "auto" else address)]
-    listed = set[str]()
+    found: list[tuple[str, object]] = [("Ray cluster", address)] if address != "auto" else []
     if settings.commands:
-        place = f" in {settings.cwd}" + (f", image {settings.image}" if settings.image else "")
-        found += [("command", join(cell.command) + place) for cell in cells]
+        found += [("command", join(cell.command)) for cell in cells]
     else:
         # These import formats and strategies, which takes 0.2 s.
-        from weighin.stream.pretrained_folder import adapter_of, code_of
+        from weighin.stream.pretrained_folder import code_of
         from weighin.suite import registry
 
         ours = registry.builders()
@@ -202,19 +187,14 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
                 found += [("folder of modules", path) for path in settings.python_path]
             if code := code_of(cell.model):
                 found += [("code of the Hugging Face folder", code["folder"])]
-                listed.add(code["folder"])
-            listed.add(str(adapter_of(cell.model)))
-            found += [
-                ("environment", one_line(f"{name}={value}", _VALUE_LENGTH))
-                for name, value in cell.environment.items()
-                if name not in _NO_CODE
-            ]
+            variables = (f"{name}={value}" for name, value in cell.environment.items())
+            found += [("environment", one_line(text, _VALUE_LENGTH)) for text in variables]
         verbs = {cell.operation for cell in cells}
         known = {info.path for verb in verbs for info in registry.strategies(verb).values()}
         paths = settings.strategy_paths.values()
         found += [("strategy", path) for path in paths if Path(path).resolve() not in known]
         found += [("use", path) for path in settings.use_paths.values()]
-    found += [("mount", path) for path in settings.mounts if path not in listed]
+        found += [("mount", path) for path in settings.mounts]
     return list(dict.fromkeys(printable(f"{kind} {what}") for kind, what in found if what))
 
 
@@ -243,11 +223,8 @@ def _digest(plan: bytes) -> bytes:
 def _own_plans(mode: Literal["r", "a"]) -> FileIO:
     """Open the cache's file of digests; raise OSError if others may have written it."""
     careful = os.O_NOFOLLOW | os.O_NONBLOCK
-    file = FileIO(
-        staging.folder() / _PLANS,
-        mode,
-        opener=lambda path, flags: os.open(path, flags | careful, 0o600),
-    )
+    path = staging.folder() / _PLANS
+    file = FileIO(path, mode, opener=lambda path, flags: os.open(path, flags | careful, 0o600))
     state = os.fstat(file.fileno())
     is_file = stat.S_ISREG(state.st_mode) and state.st_nlink == 1
     if is_file and state.st_uid == os.geteuid() and not state.st_mode & 0o022:
@@ -257,15 +234,10 @@ def _own_plans(mode: Literal["r", "a"]) -> FileIO:
 
 
 def _new_folder(labels: Sequence[str]) -> Path:
-    """Return ``results/TIME-LABELS``, or a folder below a new temporary one if none can be made here."""
+    """Return ``results/TIME-LABELS``."""
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S")]
     words += [re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "unnamed" for label in labels]
-    results, can_write = Path("results"), False
-    with suppress(FileNotFoundError):  # the current folder was deleted
-        can_write = os.access(results if results.exists() else Path.cwd(), os.W_OK | os.X_OK)
-    if not can_write:
-        results = Path(tempfile.mkdtemp(prefix=run_folder.TEMPORARY))
     name, number = "-".join(words), 1
-    while (folder := results / (f"{name}-{number}" if number > 1 else name)).exists():
+    while (folder := Path("results", f"{name}-{number}" if number > 1 else name)).exists():
         number += 1  # of another run in the same second
     return folder

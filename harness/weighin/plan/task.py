@@ -4,7 +4,7 @@ or this machine), which must have the RAM, the GPU and the isolation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -115,9 +115,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    ram_limit_bytes: int | None
-    device: str
-    vram_limit_bytes: int | None
+    ram_limit_bytes: int | None = None
+    device: str = "cpu"
+    vram_limit_bytes: int | None = None
 
     @classmethod
     def of(cls, cell: Cell) -> Demand:
@@ -127,20 +127,18 @@ class Demand:
     def obstacle(self, node: Node, *, is_now: bool = False) -> str:
         """Return why ``node`` can never (or not now) run a cell with this demand; empty if it can."""
         ram_bytes, vram_bytes = self.ram_limit_bytes or 0, self.vram_limit_bytes or 0
-        ram = format_exact(ram_bytes)
+        ram, has = f"--ram {format_exact(ram_bytes)}", f"{node.name} has"
         if ram_bytes > node.ram_bytes:
-            return f"--ram {ram} is more than {node.name} has ({format_bytes(node.ram_bytes)})"
+            return f"{ram} is more than {has} ({format_bytes(node.ram_bytes)})"
         if self.device != "cpu":
             index = int(self.device.partition(":")[2] or 0)
             if index >= len(node.gpu_bytes):
-                return f"{node.name} has no {self.device}"
-            if vram_bytes > node.gpu_bytes[index]:
-                has, vram = format_bytes(node.gpu_bytes[index]), format_exact(vram_bytes)
-                return f"the GPU of {node.name} has {has}, less than its limit {vram}"
+                return f"{has} no {self.device}"
+            if vram_bytes > (gpu_bytes := node.gpu_bytes[index]):
+                limit = format_exact(vram_bytes)
+                return f"the GPU of {has} {format_bytes(gpu_bytes)}, less than its limit {limit}"
         if is_now and ram_bytes > node.free_ram_bytes:
-            return (
-                f"{node.name} has {format_bytes(node.free_ram_bytes)} free, less than --ram {ram}"
-            )
+            return f"{has} {format_bytes(node.free_ram_bytes)} free, less than {ram}"
         return ""
 
 
@@ -153,7 +151,9 @@ def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
             "vram limits GPU memory, but the device is cpu",
             "add --device cuda, or leave the option out",
         )
-    check_machines(settings.ram, settings.device, settings.vram, nodes)
+    check_machines(map(Demand, settings.ram), nodes)
+    if settings.device != "cpu":
+        check_machines((Demand(None, settings.device, limit) for limit in settings.vram), nodes)
     # Commands must ask for a container, because it lacks this machine's programs.
     return select.choose(
         "docker" if settings.image else settings.isolation,
@@ -164,25 +164,19 @@ def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
     )
 
 
-def check_machines(
-    ram_limits: Sequence[int | None],
-    device: str,
-    vram_limits: Sequence[int | None],
-    nodes: Sequence[Node],
-) -> None:
-    """Raise an error if a limit or the device fits none of the nodes, or without nodes not this machine."""
-    ram, gpu = "add a larger node", "add a node with a GPU (ray start --num-gpus)"
-    if not nodes:
-        ram, gpu = "leave out --ram", "name another device: weighin doctor shows the GPU"
-        seen = gpu_memory.look() if device != "cpu" else None
-        if seen and not seen.gpus:
-            raise IsolationUnavailable(f"--device {device}: {seen.why}", seen.repair)
-        gpu_bytes = tuple(gpu.total_bytes for gpu in seen.gpus) if seen else ()
-        total = environment.total_ram_bytes()
-        nodes = [Node("", "this machine", total, total, gpu_bytes=gpu_bytes)]
-    for limit in ram_limits:
-        if all(reasons := [Demand(limit, "cpu", None).obstacle(node) for node in nodes]):
-            raise ConfigError("; ".join(reasons), f"give a smaller limit, or {ram}")
-    for limit in vram_limits if device != "cpu" else ():
-        if all(reasons := [Demand(None, device, limit).obstacle(node) for node in nodes]):
-            raise IsolationUnavailable("; ".join(reasons), f"give a smaller limit, or {gpu}")
+def check_machines(demands: Iterable[Demand], nodes: Sequence[Node]) -> None:
+    """Raise an error if a demand fits none of the nodes, or without nodes not this machine."""
+    for demand in demands:
+        able = nodes or [_this_machine(demand.device)]
+        if all(reasons := [demand.obstacle(node) for node in able]):
+            kind = ConfigError if demand.device == "cpu" else IsolationUnavailable
+            raise kind("; ".join(reasons), "give a smaller limit, or another device or machine")
+
+
+def _this_machine(device: str) -> Node:
+    gpus: Sequence[gpu_memory.Gpu] = ()
+    if device != "cpu" and not (gpus := (seen := gpu_memory.look()).gpus):
+        raise IsolationUnavailable(f"--device {device}: {seen.why}", seen.repair)
+    total = environment.total_ram_bytes()
+    sizes = tuple(gpu.total_bytes for gpu in gpus)
+    return Node("", "this machine", total, total, gpu_bytes=sizes)

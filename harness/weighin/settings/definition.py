@@ -31,7 +31,6 @@ from pydantic_core import PydanticCustomError
 from weighin.cell import FORWARD, Cell, ModelSpec
 from weighin.errors import ConfigError, UnknownName
 from weighin.records.floor import COARSEST, Aim
-from weighin.records.run_folder import verb_of
 from weighin.stream.pretrained_library import FolderChoice, Selection
 from weighin.text import printable
 from weighin.units import LONGEST_S, MIB, parse_bytes, parse_rate, parse_seconds
@@ -56,19 +55,12 @@ HOW: Final = "How to measure"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Makes a setting an option of these verbs, in one group of their help, and not only a key of
-    ``--set KEY=VALUE``.
+    """Makes a setting an option of these verbs, and not only a key of ``--set KEY=VALUE``."""
 
-    Attributes:
-        metavar: what the help shows for the value; empty for a flag.
-        names: how the option is typed; by default as the key, with hyphens.
-        is_repeatable: whether the option may be typed several times.
-    """
-
-    group: str
+    group: str  # of the help
     verbs: str
-    metavar: str = ""
-    names: tuple[str, ...] = ()
+    metavar: str = ""  # empty for a flag
+    names: tuple[str, ...] = ()  # by default the key, with hyphens
     is_repeatable: bool = False
 
 
@@ -125,9 +117,7 @@ def _as_environment(taken: str, value: object) -> object:
 
 
 def _check_address(text: str) -> str:
-    parts = urlsplit(
-        text
-    )  # raises ValueError for http://[::1 and, at parts.port, for a port that is none
+    parts = urlsplit(text)  # raises ValueError for http://[::1, as parts.port does for 99999
     if text and not (parts.scheme == "http" and parts.hostname and parts.port != 0):
         raise ValueError(f"{text!r} is not an HTTP address", "write http://HOST:PORT/PATH")
     return text
@@ -177,10 +167,7 @@ _Limits = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_number, 
 
 
 class Strict(BaseModel):
-    """Base class of what people write: an unknown key is an error.
-
-    In a plan, it is ignored, because a later version of weighin may have written it.
-    """
+    """What people write: an unknown key is an error, except in a plan, which a later weighin may have written."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
@@ -420,9 +407,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
 class Settings(Measure, Load, Command, Model):
     """A matrix of measurements (cells), each ``repeats`` times, and how they are measured.
 
-    A suite of models measures each model x limit x strategy x ..., and a suite of commands each
-    command x limit. plan.json has all settings, so that a stopped run can be resumed. The settings
-    below are those that nobody writes: a run finds them.
+    plan.json has all settings, so that a stopped run can be resumed. Nobody writes those below: a run finds them.
     """
 
     cwd: str = ""
@@ -461,11 +446,6 @@ class Settings(Measure, Load, Command, Model):
         return FolderChoice(
             self.variant, self.model_class, self.revision, self.trust_remote_code, self.adapter
         )
-
-    @property
-    def verb(self) -> str:
-        """The command of weighin that makes a run with these settings: "bench", "run" or "floor"."""
-        return verb_of(vars(self))
 
     def as_json(self) -> dict[str, Any]:
         """Return what plan.json stores: the settings that differ from their defaults."""
