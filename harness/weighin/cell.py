@@ -104,8 +104,9 @@ class Cell:
         """The name that all repeats of this cell share: the strategy, and a hash of the fields that do
         not have their default value. It stays the same when a later version of weighin adds a field.
         """
-        own, usual = vars(self), vars(Cell(ModelSpec("", ""), "", ""))
-        fields = {name: own[name] for name, value in usual.items() if own[name] != value}
+        usual = vars(Cell(ModelSpec("", ""), "", ""))
+        own = {name: getattr(self, name) for name in usual}  # msgspec sets no missing field
+        fields = {name: value for name, value in own.items() if value != usual[name]}
         fields.pop("repeat", None)
         fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}
         text = json.dumps(fields, sort_keys=True, default=str)

@@ -80,12 +80,18 @@ def test_a_label_and_what_was_dropped_are_of_the_cell(here: Path) -> None:
 def test_a_plan_that_lacks_the_command_of_a_cell_is_not_resumed() -> None:
     start(asked(name="mine"), Path("run"))
     path = Path("run/plan.json")
-    path.write_text(path.read_text().replace('"strategy": "mine"', '"strategy": "other"'))
-    with pytest.raises(RecordError) as caught:
-        resume(Path("run"), trusted=True)
-    assert str(caught.value) == (
-        "run/plan.json lacks the strategy or command 'other'\nstart a new run"
-    )
+    text = path.read_text()
+    for was, wrong, name in (
+        ('"strategy": "mine"', '"strategy": "other"', "other"),
+        ('"operation": "command"', '"operation": "load"', "mine"),  # no load passes for a command
+    ):
+        assert was in text
+        path.write_text(text.replace(was, wrong))
+        with pytest.raises(RecordError) as caught:
+            resume(Path("run"))
+        assert str(caught.value) == (
+            f"run/plan.json lacks the strategy or command {name!r}\nstart a new run"
+        )
 
 
 def test_a_folder_without_a_name_is_named_after_the_labels() -> None:

@@ -75,6 +75,14 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
     text, place = run_folder.read_file(folder, run_folder.PLAN), folder / run_folder.PLAN
     found = run_folder.parse_plan(folder, text)
     settings = read_plan(found.settings, found.cells, place)
+    commands = {each.name for each in settings.commands}
+    for cell in found.cells:
+        is_known = cell.strategy in (commands or settings.strategy_paths)
+        if not is_known or (cell.operation == "command") != bool(commands):
+            what = f"the strategy or command {cell.strategy!r}"
+            raise RecordError(f"{place} lacks {what}", "start a new run")
+    if not found.cells:
+        raise RecordError(f"{place} lacks cells", "start a new run")
     again = resume_command(verb_of(vars(settings)), folder)
     if not (trusted or is_ours(text)) and (listed := "; ".join(foreign(found.cells, settings))):
         raise ConfigError(
@@ -84,11 +92,6 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
     if (settings.within is not None) != search:
         kind = "run that is no search for floors" if search else "search for floors (weighin floor)"
         raise RecordError(f"{folder} contains a {kind}", f"to resume it: {again}")
-    known = {each.name for each in settings.commands} or settings.strategy_paths.keys()
-    lacking = [each.strategy for each in found.cells if each.strategy not in known]
-    if lacking or not found.cells:
-        what = f"the strategy or command {lacking[0]!r}" if lacking else "cells"
-        raise RecordError(f"{place} lacks {what}", "start a new run")
     if settings.commands:
         planned = [Planned(cell) for cell in found.cells]
     else:
@@ -171,7 +174,7 @@ def label_of(command: Sequence[str]) -> str:
 def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
     """Return what a plan names that is neither part of weighin nor installed: of a plan of commands, each."""
     address = settings.engine.get("address")  # Ray unpickles, and so runs, what a cluster sends
-    found: list[tuple[str, object]] = [("Ray cluster", address)] if address != "auto" else []
+    found = [("Ray cluster", address)] if address not in (None, "auto") else []
     if settings.commands:
         found += [("command", join(cell.command)) for cell in cells]
     else:
@@ -195,7 +198,7 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
         found += [("strategy", path) for path in paths if Path(path).resolve() not in known]
         found += [("use", path) for path in settings.use_paths.values()]
         found += [("mount", path) for path in settings.mounts]
-    return list(dict.fromkeys(printable(f"{kind} {what}") for kind, what in found if what))
+    return list(dict.fromkeys(printable(f"{kind} {what}") for kind, what in found))
 
 
 def remember(plan: bytes) -> None:
