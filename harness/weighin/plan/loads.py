@@ -51,6 +51,8 @@ def plan(
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
     mounts = (*map(Path, settings.mounts), *folders, *adapters)
+    if gone := [str(path) for path in mounts if not path.exists()]:
+        raise ConfigError(f"mounts: {gone[0]}: there is no such file or folder")
     found = {
         "checkpoint": checkpoint,
         "checkpoints": {title: str(path.absolute()) for title, path in chosen.checkpoints.items()},

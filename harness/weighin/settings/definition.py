@@ -102,7 +102,8 @@ def _as_number(parse: Callable[[str], int], value: object, info: ValidationInfo)
 
 def _parse_limit(text: str) -> int:
     if (size := parse_bytes(text)) < MIB:
-        raise ConfigError(f"{text!r} is less than any process needs", "write a unit, as in 8g")
+        repair = f"did you mean {text}g?" if text.isdigit() else "give at least 1m"
+        raise ConfigError(f"{text!r} is less than any process needs", repair)
     return size
 
 
