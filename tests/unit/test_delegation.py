@@ -186,42 +186,48 @@ def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers
     assert cgroup.ram_bytes() == (32 * GIB, 10 * GIB)
 
 
-@pytest.mark.parametrize("kernel", ["v1", "v2"], indirect=True)
-@pytest.mark.parametrize("lacks", ["", "systemd-run", "manager", "scope"])
-def test_a_scope_helps_a_user_on_v2_who_can_have_one(
-    kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
-) -> None:
-    refuse_root(kernel)
-    monkeypatch.delenv("WEIGHIN_DELEGATED", raising=False)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr("shutil.which", lambda name: None if name == lacks else f"/bin/{name}")
-    if lacks != "manager":
-        (tmp_path / "run" / "systemd" / "private").mkdir(parents=True)
-    if lacks == "scope":
-        monkeypatch.setenv("WEIGHIN_DELEGATED", "1")  # this process is in one already
-    assert cgroup.needs_scope() == (kernel.memory == kernel.unified and not lacks)
-
-
-def test_a_scope_does_not_help_a_user_who_may_make_groups(
-    v2: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WEIGHIN_DELEGATED", raising=False)
+@pytest.fixture
+def entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command in whose scope weighin goes on; a user manager of systemd is there."""
+    command: list[str] = []
+    monkeypatch.setattr(os, "execvp", lambda _, words: command.extend(words))
+    monkeypatch.setenv("WEIGHIN_DELEGATED", "")  # so that it is restored
+    monkeypatch.delenv("WEIGHIN_DELEGATED")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     (tmp_path / "run" / "systemd" / "private").mkdir(parents=True)
-    assert not cgroup.needs_scope()
+    return command
 
 
-def test_this_command_goes_on_in_a_delegated_scope(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, ...]] = []
-    monkeypatch.setattr(os, "execvp", lambda name, command: started.append((name, *command)))
-    monkeypatch.setenv("WEIGHIN_DELEGATED", "")
+@pytest.mark.parametrize("kernel", ["v1", "v2"], indirect=True)
+@pytest.mark.parametrize("lacks", ["", "systemd-run", "manager", "scope"])
+def test_a_user_on_v2_goes_on_in_a_delegated_scope(
+    kernel: Kernel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entered: list[str],
+    lacks: str,
+) -> None:
+    refuse_root(kernel)
+    monkeypatch.setattr("shutil.which", lambda name: None if name == lacks else f"/bin/{name}")
+    if lacks == "manager":
+        (tmp_path / "run" / "systemd" / "private").rmdir()
+    if lacks == "scope":
+        monkeypatch.setenv("WEIGHIN_DELEGATED", "1")  # this process is in one already
     cgroup.enter_scope(["bench", "gpt2-tiny"])
-    [(program, *command)] = started
-    assert command[0] == program == "systemd-run"
-    assert {"--user", "--scope", "Delegate=yes"} <= set(command[: command.index("--")])
-    assert command[command.index("--") + 1 :][-4:] == ["-m", "weighin", "bench", "gpt2-tiny"]
-    assert os.environ["WEIGHIN_DELEGATED"] == "1"
+    assert bool(entered) == (kernel.memory == kernel.unified and not lacks)
+    if entered:
+        before, after = entered[: entered.index("--")], entered[entered.index("--") + 1 :]
+        assert before[0] == "systemd-run"
+        assert {"--user", "--scope", "Delegate=yes"} <= set(before)
+        assert after[-4:] == ["-m", "weighin", "bench", "gpt2-tiny"]
+        assert os.environ["WEIGHIN_DELEGATED"] == "1"
+
+
+def test_a_user_who_may_make_groups_needs_no_scope(v2: Kernel, entered: list[str]) -> None:
+    assert v2.memory
+    cgroup.enter_scope(["bench"])
+    assert entered == []
 
 
 @pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)

@@ -185,29 +185,3 @@ def test_each_name_is_its_isolations_own(name: str) -> None:
     assert isinstance(isolation, KINDS[name])
     assert isolation.name == name
     assert isolation.limits == (name != "process")
-
-
-@pytest.mark.parametrize(
-    ("name", "working", "wanted"),
-    [
-        ("cgroup", ("docker",), True),
-        ("docker", (), False),
-        ("process", (), False),
-        ("auto", ("docker", "cgroup"), False),
-        ("auto", ("cgroup",), True),
-    ],
-)
-def test_whether_a_cgroup_is_wanted(
-    machine: Callable[..., list[str]], name: str, working: tuple[str, ...], wanted: bool
-) -> None:
-    machine(*working)
-    assert select.wants_cgroup(name) is wanted
-
-
-def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weighin.isolation.process.Path.exists", lambda path: False)
-    with pytest.raises(IsolationUnavailable) as caught:
-        ProcessIsolation().check()
-    assert str(caught.value) == (
-        "this system has no /proc/PID/clear_refs, without which weighin cannot measure peaks\nrun on Linux"
-    )

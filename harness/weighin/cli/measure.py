@@ -153,14 +153,14 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
 def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
     """Yield the new run that the user typed, or that of --resume, and what performs it."""
     from weighin.fleet import driver
+    from weighin.isolation import cgroup
     from weighin.plan import start
 
     _options.check(context)
     typed, verb, assigned = context.params, context.command.name, _options.assigned(context)
     is_of_command = verb == "run" or typed.get("command") is not None
-    automatic = "cgroup" if is_of_command else "auto"
     if typed["resume"]:
-        _enter_scope("auto", automatic)
+        cgroup.enter_scope(sys.argv[1:])
         task = start.resume(typed["resume"], trusted=typed["trust"], search=verb == "floor")
         place: Mapping[str, Any] = task.settings.engine
         if address := assigned.get("address"):
@@ -175,8 +175,8 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
     name, place = settings.engine.get("name", "local"), dict[str, Any]()
     if verb != "floor":
         place = driver.engine_settings(name, settings.address, settings.labels, settings.jobs)
-    if name == "local":
-        _enter_scope(settings.isolation, automatic)
+    if name == "local" and settings.isolation in ("auto", "cgroup"):
+        cgroup.enter_scope(sys.argv[1:])
     with driver.opened(place) as (nodes, perform):
         if place and is_of_command:
             _console.note(
@@ -214,15 +214,6 @@ def new_settings(context: click.Context) -> "Settings":
         ]
         update["mounts"] = tuple(str(Path(path).absolute()) for path in settings.mounts)
     return settings.model_copy(update=update)
-
-
-def _enter_scope(isolation: str, automatic: str) -> None:
-    """Start this command line again in a systemd scope, if this user can create the cgroup only there."""
-    from weighin.isolation import cgroup, select
-
-    isolation = automatic if isolation == "auto" else isolation
-    if select.wants_cgroup(isolation) and cgroup.needs_scope():
-        cgroup.enter_scope(sys.argv[1:])
 
 
 def share(text: str) -> float:

@@ -75,8 +75,9 @@ def table(examination: Examination) -> Table:
     return Table("", columns, rows)
 
 
-def _row(subject: str, works: bool, yes: str, verdict: Verdict, no: str) -> Capability:
-    """Return the row of a capability that works (``yes``), or else ``verdict``: ``no``."""
+def _row(
+    subject: str, works: bool, yes: str, no: str = "missing in this kernel", verdict: Verdict = "no"
+) -> Capability:
     return Capability(subject, "yes", yes) if works else Capability(subject, verdict, no)
 
 
@@ -136,14 +137,14 @@ def _slow_disk() -> Capability:
 def _figures() -> Iterator[Capability]:
     exact, why = "exact: VmHWM, reset through clear_refs", "/proc/self/clear_refs is read-only"
     resets = os.access("/proc/self/clear_refs", os.W_OK)
-    yield _row("peak RSS of each phase", resets, exact, "no", why)
+    yield _row("peak RSS of each phase", resets, exact, why)
     # The row of the isolation says why there is no group.
     with suppress(HarnessError), cgroup.temporary_group() as group:
         yield from of_group(Cgroup(group))
     stalls = pressure_hierarchy() is not None and Path("/proc/pressure/memory").exists()
     exact = "exact: memory.pressure of the cell's cgroup; not with docker on cgroup v1"
     why = "missing: it needs a cgroup v2 tree, and a kernel with PSI (boot with psi=1)"
-    yield _row("memory pressure (PSI)", stalls, exact, "partly", why)
+    yield _row("memory pressure (PSI)", stalls, exact, why, "partly")
     (folder := staging.folder()).mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(bytes(MIB))
@@ -151,7 +152,7 @@ def _figures() -> Iterator[Capability]:
         left = page_cache.drop([Path(file.name)])
     yes = f"files in {folder} are evicted, and checked"
     why = f"{folder} keeps its pages, as a tmpfs, or this kernel does not tell it"
-    yield _row("cold page cache", left == 0, yes, "no", why)
+    yield _row("cold page cache", left == 0, yes, why)
 
 
 def of_group(group: Cgroup) -> Iterator[Capability]:
@@ -163,12 +164,11 @@ def of_group(group: Cgroup) -> Iterator[Capability]:
     why = f"exact for the whole cell, not for a phase: resetting {name} needs Linux 6.12"
     if now.peak_bytes is None:
         why = f"missing: {name} needs Linux 5.19; only samples are available"
-    yield _row("cgroup peak", resets, exact, "no" if now.peak_bytes is None else "partly", why)
-    exact, why = f"exact: oom_kill in {kills}", f"missing: this kernel has no oom_kill in {kills}"
-    yield _row("kills for lack of memory", now.oom_kills is not None, exact, "no", why)
+    yield _row("cgroup peak", resets, exact, why, "no" if now.peak_bytes is None else "partly")
+    exact = f"exact: oom_kill in {kills}"
+    yield _row("kills for lack of memory", now.oom_kills is not None, exact)
     exact = "exact: workingset_refault_file in memory.stat"
-    why = "missing: this counter needs Linux 5.9; only major page faults are available"
-    yield _row("refaults", now.refaults is not None, exact, "partly", why)
+    yield _row("refaults", now.refaults is not None, exact)
 
 
 def _machine() -> Iterator[Capability]:
@@ -188,4 +188,4 @@ def _machine() -> Iterator[Capability]:
     seen = gpu_memory.look()
     why = f"there is one, but {seen.why}: {seen.repair}"
     first = [f"{gpu.name}, {format_bytes(gpu.total_bytes)}" for gpu in seen.gpus[:1]]
-    yield _row("CUDA GPU", bool(first), f"{''.join(first)}, peaks are exact", "no", why)
+    yield _row("CUDA GPU", bool(first), f"{''.join(first)}, peaks are exact", why)

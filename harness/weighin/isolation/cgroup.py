@@ -43,9 +43,7 @@ _numbers = itertools.count()
 
 @cache
 def groups_root() -> Path | None:
-    """Return a folder in which this user can create cgroups with a memory limit. The processes of a delegated
-    group, this one among them, may move into a leaf of it.
-    """
+    """Return a folder in which this user can create cgroups with a memory limit."""
     hierarchy = memory_hierarchy()
     if hierarchy is None:
         return None
@@ -75,20 +73,15 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
     return total, free
 
 
-def needs_scope() -> bool:
-    """Tell whether this user can create cgroups only in a scope of the systemd user manager."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return (
-        _ENTERED not in os.environ
-        and bool(shutil.which("systemd-run"))
-        and Path(runtime, "systemd", "private").exists()
-        and (memory_hierarchy() or (0,))[0] == 2
-        and groups_root() is None
-    )
-
-
 def enter_scope(arguments: Sequence[str]) -> None:
-    """Replace this process by ``python -m weighin ARGUMENTS`` in a delegated scope of systemd."""
+    """Replace this process by ``python -m weighin ARGUMENTS`` in a delegated scope of the systemd user manager, if
+    this user can create cgroups only there.
+    """
+    manager = Path(os.environ.get("XDG_RUNTIME_DIR", ""), "systemd", "private")
+    if _ENTERED in os.environ or not (shutil.which("systemd-run") and manager.exists()):
+        return
+    if (memory_hierarchy() or (0,))[0] != 2 or groups_root():
+        return
     scope = ("systemd-run", "--user", "--scope", "--quiet", "--collect", "-p", "Delegate=yes")
     command = (*scope, "--", *child_process.module("weighin", *arguments))
     os.environ[_ENTERED] = "1"

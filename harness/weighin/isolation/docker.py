@@ -81,10 +81,28 @@ _CLOSED: Final[Mapping[str, Any]] = {
 _tried: set[Any] = set()  # the engines that have started a container for this process
 
 
+@contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turn an SDK error into IsolationUnavailable, in the engine's words."""
+    try:
+        yield
+    except _ERRORS as error:
+        repair = "see docker info, and sudo journalctl -u docker; or use another --isolation"
+        if isinstance(error, ImageNotFound):
+            repair = "docker pull IMAGE; or leave --image out, to see this machine's own programs"
+        message = f"the Docker engine could not {doing}: {first_line(error)}"
+        raise IsolationUnavailable(message, repair) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the engine's message, without the text that the HTTP library adds."""
+    text = str(getattr(error, "explanation", None) or error).strip().partition("\n")[0].rstrip()
+    return text or type(error).__name__
+
+
 class DockerIsolation(Isolation):
-    """Runs one container for each cell. A worker has no network, no capabilities and a read-only root; its
-    small /tmp (also HOME) and /dev/shm count as the cell's memory. Commands run in ``image``, or see what
-    workers see; except for the limits, the mounts, the user and the first process, as in ``docker run``.
+    """Runs a container for each cell. A worker has no network, no capabilities and a read-only root; its small /tmp
+    (also HOME) and /dev/shm count as the cell's memory. Commands run in ``image``, or see what workers see.
     """
 
     name = "docker"
@@ -111,6 +129,7 @@ class DockerIsolation(Isolation):
             self.start(cell, [":"], "", streams).close()
         _tried.add(self._info.get("ID"))
 
+    @explained("start a container")
     def start(
         self,
         cell: Cell,
@@ -132,8 +151,7 @@ class DockerIsolation(Isolation):
         if image:
             shell, files = visible.own_shell()
             binds = visible.binds((), [folder, *mounts]) | files
-            with explained("describe an image"):
-                described = self._client.inspect_image(image)["Config"]  # type: ignore[no-untyped-call]
+            described = self._client.inspect_image(image)["Config"]  # type: ignore[no-untyped-call]
             lines = [line.split("=", 1) for line in described.get("Env") or () if "=" in line]
             variables |= {name: value for name, value in lines if name in NOT_FOR_SHELLS}
             command = (*(described.get("Entrypoint") or ()), *command)
@@ -163,24 +181,22 @@ class DockerIsolation(Isolation):
         # Root in a container of a rootless engine is this user.
         user = "" if "name=rootless" in options else f"{os.getuid()}:{os.getgid()}"
         where = _TMP if is_worker else folder
-        with explained("create a container"):
-            container = self._client.create_container(
-                image or self._empty_image,
-                [*shell[1:], "-c", "read -r _"],
-                entrypoint=list(shell[:1]),
-                environment=sorted(NOT_FOR_SHELLS),  # without a value: removes the image's own
-                name=f"weighin-{os.getpid()}-{secrets.token_hex(4)}",
-                host_config=self._client.create_host_config(**host),
-                stdin_open=True,
-                user=user,
-                working_dir=where,
-                labels={
-                    "weighin.owner": groups.this_process(),
-                    "weighin.host": socket.gethostname(),
-                    "weighin.lock": groups.lock_suffix(),
-                    "weighin.cell": cell.id,
-                },
-            )["Id"]
+        container = self._client.create_container(
+            image or self._empty_image,
+            [*shell[1:], "-c", "read -r _"],
+            entrypoint=list(shell[:1]),
+            environment=sorted(NOT_FOR_SHELLS),  # without a value: removes the image's own
+            name=f"weighin-{os.getpid()}-{secrets.token_hex(4)}",
+            host_config=self._client.create_host_config(**host),
+            stdin_open=True,
+            user=user,
+            working_dir=where,
+            labels={
+                "weighin.owner": groups.this_process(),
+                "weighin.host": socket.gethostname(),
+                "weighin.lock": groups.lock_suffix(),
+            },
+        )["Id"]
         variables |= cell.environment
         apart = [f"{n}={value}" for n, value in variables.items() if n in NOT_FOR_SHELLS]
         passed = [f"{n}={value}" for n, value in variables.items() if n not in NOT_FOR_SHELLS]
@@ -188,12 +204,11 @@ class DockerIsolation(Isolation):
         told = {"cmd": line, "environment": passed, "user": user, "workdir": where}
         return DockerStarted(self._client, container, told, streams, cell.ram_limit_bytes)
 
+    @explained("list the containers")
     def remove_stale(self) -> list[str]:
         removed = []
         host = f"weighin.host={socket.gethostname()}"
-        with explained("list the containers"):
-            ours = self._client.containers(all=True, filters={"label": host})
-        for container in ours:
+        for container in self._client.containers(all=True, filters={"label": host}):
             name, labels = container["Names"][0].lstrip("/"), container["Labels"]
             owner = labels["weighin.owner"]
             if groups.is_left_behind(f"{owner}.{labels.get('weighin.lock', '')}"):
@@ -212,19 +227,18 @@ class DockerIsolation(Isolation):
         return connect()
 
     @cached_property
+    @explained("describe itself")
     def _info(self) -> dict[str, Any]:
-        with explained("describe itself"):
-            return dict(self._client.info())
+        return dict(self._client.info())
 
     @cached_property
     def _empty_image(self) -> str:
-        with explained("make an empty image"):
-            if not self._client.images(IMAGE):
-                with tarfile.open(fileobj=(content := io.BytesIO()), mode="w") as file:
-                    (folder := tarfile.TarInfo("tmp")).type = tarfile.DIRTYPE
-                    folder.mode = 0o1777
-                    file.addfile(folder)
-                self._client.import_image_from_data(content.getvalue(), *IMAGE.split(":"))
+        if not self._client.images(IMAGE):
+            with tarfile.open(fileobj=(content := io.BytesIO()), mode="w") as file:
+                (folder := tarfile.TarInfo("tmp")).type = tarfile.DIRTYPE
+                folder.mode = 0o1777
+                file.addfile(folder)
+            self._client.import_image_from_data(content.getvalue(), *IMAGE.split(":"))
         return IMAGE
 
 
@@ -244,8 +258,7 @@ class DockerStarted(Running):
         self._pump: Any = None
         try:
             self._pump = _Pump(streams, self.send_signal)
-            with explained("run a container"):
-                self._start(told, limit_bytes)
+            self._start(told, limit_bytes)
             self._pump.begin()
             os.kill(self.pid, signal.SIGCONT)
         except BaseException:
@@ -255,8 +268,7 @@ class DockerStarted(Running):
     def _start(self, told: Mapping[str, Any], limit_bytes: int | None) -> None:
         """Start the container, and the shell of the command, which stops itself."""
         client, terminal = self._client, self._pump.is_terminal
-        asked = {"stdin": 1, "stream": 1}
-        self._first_stdin = client.attach_socket(self._container, params=asked)
+        self._first_stdin = client.attach_socket(self._container, params={"stdin": 1, "stream": 1})
         client.start(self._container)
         self._first_pid = int(client.inspect_container(self._container)["State"]["Pid"])
         if not self._first_pid:  # it has ended
@@ -343,8 +355,7 @@ class DockerStarted(Running):
                 child_process.signal_each(new)
                 killed |= new
         except PermissionError:  # of a rootless engine
-            with explained("kill a container"), suppress(APIError):
-                self._client.kill(self._container, signal.SIGKILL)
+            remove(self._client, self._container)
 
     def close(self) -> None:
         super().close()
@@ -459,25 +470,6 @@ def remove(client: docker.APIClient, container: str) -> None:
             if error.status_code != codes.conflict:
                 raise
             client.wait(container, timeout=10, condition="removed")  # it is being removed
-
-
-@contextmanager
-def explained(doing: str) -> Iterator[None]:
-    """Turn an SDK error into IsolationUnavailable, in the engine's words."""
-    try:
-        yield
-    except _ERRORS as error:
-        repair = "see docker info, and sudo journalctl -u docker; or use another --isolation"
-        if isinstance(error, ImageNotFound):
-            repair = "docker pull IMAGE; or leave --image out, to see this machine's own programs"
-        message = f"the Docker engine could not {doing}: {first_line(error)}"
-        raise IsolationUnavailable(message, repair) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of the engine's message, without the text that the HTTP library adds."""
-    text = str(getattr(error, "explanation", None) or error).strip()
-    return text.partition("\n")[0].rstrip() or type(error).__name__
 
 
 def connect() -> docker.APIClient:

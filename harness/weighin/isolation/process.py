@@ -19,12 +19,7 @@ from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
 from weighin.isolation import cgroup
 from weighin.isolation.base import OWN_STREAMS, Exit, Isolation, Running, Streams
 from weighin.phase_reporter import read_text
-from weighin.probes.cgroup import (
-    is_left_behind,
-    members_of,
-    memory_hierarchy,
-    owned_name,
-)
+from weighin.probes.cgroup import is_left_behind, members_of, memory_hierarchy, owned_name
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 
 WORKER_VARIABLE = "WEIGHIN_WORKER"
@@ -71,9 +66,7 @@ class ProcessIsolation(Isolation):
         return Started(command, cell.environment, groups, folder, streams, is_worker=is_worker)
 
     def remove_stale(self) -> list[str]:
-        """Kill the processes whose mark names an ended weighin process. One with the mark of this process or of
-        one above it is spared: a killed run may have started the shell in which weighin runs now.
-        """
+        # A killed run may have started the shell in which weighin runs now.
         above = [os.getpid(), *(one.pid for one in psutil.Process().parents())]
         ended = dict[int, str]()
         deadline = time.monotonic() + child_process.PATIENCE_S
@@ -120,9 +113,8 @@ class CgroupIsolation(ProcessIsolation):
 
 
 class Started(Running):
-    """A worker or a command, in ``groups`` from its first instruction on. A worker has a session of its own, so
-    that Ctrl-C does not reach it. A command has this process's, and may use the terminal. Without cgroups,
-    weighin adopts a command's orphans until ``close``.
+    """A worker or a command, in ``groups`` from its first instruction on. A worker has a session of its own, which
+    Ctrl-C does not reach; a command may use the terminal. Without cgroups, weighin adopts its orphans until ``close``.
     """
 
     shares_terminal = True
@@ -243,12 +235,10 @@ class Started(Running):
 
 
 class ProcessTree:
-    """The processes of a worker or command: a child of this process, and its descendants.
-
-    With ``adopts``, weighin is a child subreaper until ``end``. A child that it gets meanwhile counts as an
-    orphan, unless it ran before, or was seen below a process that did (``_foreign``). Another program than
-    ``weighin``, such as pytest, starts children itself and adopts none: orphans are then found by
-    ``mark``, the value of a variable that they inherit.
+    """The processes of a worker or command: a child of this process, and its descendants. With ``adopts``, weighin
+    is a child subreaper until ``end``. A child that it gets meanwhile counts as an orphan, unless it ran before, or
+    was seen below a process that did (``_foreign``). Another program, such as pytest, starts children itself and
+    adopts none: orphans are then found by ``mark``, the value of a variable that they inherit.
     """
 
     def __init__(self, *, adopts: bool) -> None:
@@ -276,12 +266,15 @@ class ProcessTree:
                         found.append(one.pid)
                     elif is_orphan:
                         os.waitpid(one.pid, os.WNOHANG)
-        return found if self._adopts else sorted({*found, *marked(self.mark)})
+        return found if self._adopts else sorted({*found, *self._marked()})
+
+    def _marked(self) -> list[int]:
+        return [pid for pid, mark in _marks().items() if mark == self.mark]
 
     def kill(self) -> list[int]:
         """Kill all processes but another user's, as of sudo; return the pids of the killed."""
         killed = []
-        for pid in sorted({*self.members(), *marked(self.mark)}):
+        for pid in sorted({*self.members(), *self._marked()}):
             with suppress(PermissionError):
                 child_process.signal_each([pid])
                 killed.append(pid)
@@ -298,10 +291,6 @@ class ProcessTree:
         finally:
             if self._adopts:
                 child_process.adopt_orphans(adopt=self._adopted_before)
-
-
-def marked(mark: str) -> list[int]:
-    return [pid for pid, found in _marks().items() if found == mark]
 
 
 def _marks() -> dict[int, str]:

@@ -10,8 +10,7 @@ from weighin.isolation.base import Isolation
 from weighin.probes.cgroup import limits_around
 from weighin.units import format_bytes, format_exact
 
-NAMES = ("docker", "cgroup", "process")
-"""All isolations, in the order in which ``auto`` tries them."""
+NAMES = ("docker", "cgroup", "process")  # in the order in which ``auto`` tries them
 
 
 def named(name: str, image: str = "") -> Isolation:
@@ -37,10 +36,9 @@ def choose(
     image: str = "",
     nodes: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> tuple[Isolation, str]:
-    """Return a working isolation, and a note for the user. ``auto`` takes the first of ``NAMES`` that works,
-    without ``containers`` not Docker; if ``limited``, one that enforces a RAM limit. ``nodes`` has, for each
-    machine that runs the cells instead of this one, why an isolation does not work there: ``auto`` takes
-    what works on all, a named one need work only on one.
+    """Return a working isolation, and a note for the user. ``auto`` takes the first of ``NAMES`` that works, if
+    ``limited`` one that enforces a RAM limit. ``nodes`` has, for each machine that runs the cells instead of this
+    one, why an isolation does not work there: ``auto`` takes what works on all, a named one need work on one.
     """
     whys: list[str] = []
     repairs: list[str] = []
@@ -87,13 +85,3 @@ def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
             f" measures, {limits[0][1]} ({format_bytes(limits[0][0])})",
             "give a smaller --ram, or raise the limit of that cgroup, for example the memory limit of the container",
         )
-
-
-def wants_cgroup(name: str) -> bool:
-    """Tell whether ``choose(name)`` tries a cgroup."""
-    if name == "auto":
-        try:
-            named("docker").check()
-        except IsolationUnavailable:
-            return True
-    return name == "cgroup"
