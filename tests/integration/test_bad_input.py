@@ -110,7 +110,7 @@ def test_no_engine_is_an_error_where_docker_was_asked_for(command: CommandLine) 
         ended,
         3,
         "error: no Docker engine answers at unix:///nonexistent: No such file or directory\nsudo"
-        " systemctl start docker; for permission: sudo usermod -aG docker $USER, and log in again, or"
+        " systemctl start docker, or set DOCKER_HOST; for permission: sudo usermod -aG docker $USER, and log in again, or"
         " use --isolation auto; without a RAM limit, these work: weighin recommend, predict, and bench without --ram\n",
     )
 

@@ -15,7 +15,7 @@ def test_a_limit_is_proven_by_a_probe_that_is_killed(command: CommandLine) -> No
     assert verdicts["isolation docker"] == (
         "no",
         "no Docker engine answers at unix:///nonexistent: No such file or directory. sudo systemctl"
-        " start docker; for permission: sudo usermod -aG docker $USER, and log in again",
+        " start docker, or set DOCKER_HOST; for permission: sudo usermod -aG docker $USER, and log in again",
     )
     works, detail = verdicts["isolation cgroup enforces a limit"]
     assert works == "yes"

@@ -18,9 +18,7 @@ from weighin.isolation.docker import (
 )
 
 ADDRESS = "unix:///var/run/docker.sock"
-START = (
-    "sudo systemctl start docker; for permission: sudo usermod -aG docker $USER, and log in again"
-)
+START = "sudo systemctl start docker, or set DOCKER_HOST; for permission: sudo usermod -aG docker $USER, and log in again"
 SEE = "see docker info, and sudo journalctl -u docker; or use another --isolation"
 
 

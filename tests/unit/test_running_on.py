@@ -20,7 +20,7 @@ from scripts import JOB, KILLED, take
 from weighin import child_process
 from weighin.cli import app as cli
 from weighin.errors import HarnessError, IsolationUnavailable, RecordError, StillRunning
-from weighin.isolation import cgroup
+from weighin.isolation import cgroup, process
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.plan.task import Run
 from weighin.probes import page_cache
@@ -208,7 +208,7 @@ def test_a_cgroup_whose_worker_does_not_die_stays_and_a_later_run_is_not_stopped
     with pytest.raises(StillRunning):
         running.close()
     assert groups[0].exists()
-    monkeypatch.setattr(cgroup, "is_left_behind", groups[0].name.endswith)
+    monkeypatch.setattr(process, "is_left_behind", groups[0].name.endswith)
     assert f"cgroup {groups[0]}" not in CgroupIsolation().remove_stale()
 
 

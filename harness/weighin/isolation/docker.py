@@ -490,5 +490,6 @@ def connect() -> docker.APIClient:
         why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise IsolationUnavailable(
             f"no Docker engine answers at {address}: {why}",
-            "sudo systemctl start docker; for permission: sudo usermod -aG docker $USER, and log in again",
+            "sudo systemctl start docker, or set DOCKER_HOST; for permission: sudo usermod -aG docker"
+            " $USER, and log in again",
         ) from None
