@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Final, Literal
 
 from weighin.units import GIB
@@ -26,16 +27,11 @@ _FAILING: Final = (
     "torch", "cuda", "gpu", "machine", "cgroup_version", "thp", "page_bytes", "settings.*",
 )  # fmt: skip
 _IGNORED: Final = (
-    "isolation.image",  # in older records, a hash of versions that are settings themselves
-    "isolation.groups",
-    "node.*",  # the name of a machine in a fleet, not a property of the machine
-    "disk.*",  # series of different disks have different names anyway
-    "storage.*",  # older records do not have this setting
+    "isolation.image", "storage.*",  # which older records have otherwise, or lack
+    "isolation.groups", "node.*", "disk.*",  # names; those of series tell a disk's speed
     "git_*",  # the gate exists to judge changes of the measured code
-    "psi",
-    "governor",
-    "swap_bytes",  # a cell gets no swap
-)
+    "psi", "governor", "swap_bytes",  # a cell gets no swap
+)  # fmt: skip
 _OF_MACHINE: Final = (
     "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
     "gpu",
@@ -56,11 +52,10 @@ class Difference:
 def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]:
     """Return a run's settings by dotted name, sorted; two values of one setting become "a | b"."""
     seen: dict[str, dict[str, Setting]] = {}
-    for environment in environments:
-        for name, value in _flat(environment):
-            is_plain = isinstance(value, str | int | float | bool | None)
-            plain = value if is_plain else json.dumps(value)
-            seen.setdefault(name, {})[_shown(plain)] = plain
+    for name, value in chain.from_iterable(map(_flat, environments)):
+        is_plain = isinstance(value, str | int | float | bool | None)
+        plain = value if is_plain else json.dumps(value)
+        seen.setdefault(name, {})[_shown(plain)] = plain
     return {
         name: " | ".join(sorted(values)) if len(values) > 1 else next(iter(values.values()))
         for name, values in sorted(seen.items())
@@ -76,8 +71,11 @@ def fingerprint(environment: Mapping[str, Any]) -> str:
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
     """Return the policy for a setting that differs; the user's policies ``chosen`` come first."""
-    usual: Mapping[Policy, Iterable[str]] = {"ignore": _IGNORED, "fail": _FAILING}
-    rules = [*chosen.items(), *((pattern, policy) for policy in usual for pattern in usual[policy])]
+    rules = [
+        *chosen.items(),
+        *((one, "ignore") for one in _IGNORED),
+        *((one, "fail") for one in _FAILING),
+    ]
     return next((policy for pattern, policy in rules if fnmatchcase(name, pattern)), "warn")
 
 
