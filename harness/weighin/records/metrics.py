@@ -2,9 +2,8 @@
 
 ``FIGURES`` is the one list of figures: a new figure is a line there. Those with a name are compared by
 ``weighin check``, with a default tolerance from repeated runs (docs/ci.md). Most of the variation is freed
-heap memory, which glibc keeps in some runs and returns to the kernel in others: 36 MiB in one run of six of
-the strategy per_module. peak_cgroup varies because the kernel charges the pages of torch's libraries to the
-process that reads them first.
+heap memory, which glibc keeps in some runs. peak_cgroup varies because the kernel charges the pages of
+torch's libraries to the process that reads them first.
 """
 
 from collections import Counter
@@ -113,18 +112,12 @@ class Metric:
         value = self.read(result)
         return value / 1e9 if value is not None and self.unit == "ns" else value
 
-    def in_column(self, value: float | None) -> str:
-        """Return a value of a row as text without the unit; "-" if the value is None."""
-        if value is None:
-            return "-"
-        scale, digits = (GIB, 3) if self.unit == "bytes" else (1, 2 if self.unit else 0)
-        return f"{value / scale:.{digits}f}"
-
     def of(self, result: Result) -> int | None:
         """Return the metric's value in a result; None if it was not measured, or does not apply."""
-        if result.cell.operation not in self.operations or (self.is_of_use and not result.cell.use):
-            return None
-        value = self.read(result)
+        applies = result.cell.operation in self.operations and (
+            result.cell.use or not self.is_of_use
+        )
+        value = self.read(result) if applies else None
         return None if value is None else round(value)
 
     @property
@@ -195,17 +188,8 @@ def sum_of_peaks(result: Result) -> int | None:
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
 
 
-def _unreclaimable_bytes(result: Result) -> int | None:
-    """Return the sampled maximum of anonymous and shared memory together; for a load or save, None if it
-    equals the maximum of anonymous memory, which has its own column.
-    """
-    most = result.peaks.unreclaimable_sampled_bytes
-    return None if most == result.peaks.anon_sampled_bytes and not result.ran else most
-
-
 _HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
 _CACHE: Final = Tolerance(relative=0.04, absolute=128 * MIB)
-_ALLOCATOR: Final = Tolerance(relative=0.0, absolute=0)
 _FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
 # A busy machine can slow a load down by as much as this tolerance.
 _TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)
@@ -224,9 +208,9 @@ FIGURES: Final = (
     Metric("anon_sampled_bytes", "anonymous (sampled)", "bytes", "sampled", lambda r: r.peaks.anon_sampled_bytes, "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", "anon", "peak_rss", _HEAP, is_usual=True, rank=3),
     Metric("file_sampled_bytes", "page cache (sampled)", "bytes", "sampled", lambda r: r.peaks.file_sampled_bytes, "sampled maximum of the resident pages of mapped files, which the kernel can reclaim; may occur at another time than the maximum of anonymous memory", is_usual=True, rank=6),
     Metric("peak_cgroup_bytes", "cgroup peak", "bytes", "exact, kernel", lambda r: r.peaks.cgroup_bytes, "highest memory charge of the cgroup of the load, including the page cache of files that it read first; a peak at the limit does not show that the load needs so much", "peak_cgroup", "peak_cgroup", _CACHE, rank=17),
-    Metric("peak_cuda_requested_bytes", "CUDA requested", "bytes", "exact, allocator", lambda r: r.peaks.cuda_requested_bytes, "peak of the bytes that tensors on the GPU requested during the load", "cuda_requested", "cuda_requested", _ALLOCATOR, rank=13),
-    Metric("peak_cuda_allocated_bytes", "CUDA allocated", "bytes", "exact, allocator", lambda r: r.peaks.cuda_allocated_bytes, "peak of the bytes that the allocator gave to tensors on the GPU: each request is rounded up to a block", "cuda_allocated", "cuda_allocated", _ALLOCATOR),
-    Metric("peak_cuda_reserved_bytes", "CUDA reserved", "bytes", "exact, allocator", lambda r: r.peaks.cuda_reserved_bytes, "peak of the bytes that the allocator reserved from the driver", "cuda_reserved", "cuda_reserved", _ALLOCATOR, rank=9),
+    Metric("peak_cuda_requested_bytes", "CUDA requested", "bytes", "exact, allocator", lambda r: r.peaks.cuda_requested_bytes, "peak of the bytes that tensors on the GPU requested during the load", "cuda_requested", "cuda_requested", rank=13),
+    Metric("peak_cuda_allocated_bytes", "CUDA allocated", "bytes", "exact, allocator", lambda r: r.peaks.cuda_allocated_bytes, "peak of the bytes that the allocator gave to tensors on the GPU: each request is rounded up to a block", "cuda_allocated", "cuda_allocated"),
+    Metric("peak_cuda_reserved_bytes", "CUDA reserved", "bytes", "exact, allocator", lambda r: r.peaks.cuda_reserved_bytes, "peak of the bytes that the allocator reserved from the driver", "cuda_reserved", "cuda_reserved", rank=9),
     Metric("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "bytes", "sampled", lambda r: r.peaks.cuda_driver_sampled_bytes, "sampled maximum of the GPU memory that the driver reports, which includes the CUDA context and buffers of libraries", rank=12),
     Metric("peak_pinned_bytes", "pinned", "bytes", "exact, its allocator", lambda r: r.peaks.pinned_bytes, "peak of page-locked (pinned) host memory", rank=14),
     Metric("baseline_rss_bytes", "", "bytes", "exact, kernel", lambda r: r.baseline.rss_bytes if r.baseline else None),
@@ -234,7 +218,8 @@ FIGURES: Final = (
     Metric("written_bytes", "written", "bytes", "exact", lambda r: r.written.file_bytes if r.written else None, "total size of the files", rank=10),
     Metric("written_disk_bytes", "", "bytes", "exact", lambda r: r.written.disk_bytes if r.written else None),
     Metric("written_files", "files", "", "exact", lambda r: r.written.files if r.written else None, "number of files", rank=15),
-    Metric("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "bytes", "sampled", _unreclaimable_bytes, "sampled maximum of the anonymous and shared memory, which the kernel cannot reclaim", rank=11),
+    # None if a load's or save's equals the maximum of anonymous memory, which has its own column.
+    Metric("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "bytes", "sampled", lambda r: None if r.peaks.unreclaimable_sampled_bytes == r.peaks.anon_sampled_bytes and not r.ran else r.peaks.unreclaimable_sampled_bytes, "sampled maximum of the anonymous and shared memory, which the kernel cannot reclaim", rank=11),
     Metric("pss_bytes", "PSS of all ranks", "bytes", "exact, kernel", lambda r: r.peaks.pss_bytes, "sum of the ranks' proportional set sizes when all ranks were ready", "pss", "end_anon", _HEAP),
     Metric("sum_of_peaks_bytes", "sum of peaks (misleading)", "bytes", "exact, computed", sum_of_peaks, "sum of the ranks' peak RSS, which counts shared pages once per rank: not the memory that the ranks need, although other tools print it", rank=16),
     Metric("needed_bytes", "needs", "bytes", "sampled, or exact minus sampled", lambda r: r.ran.needed_bytes if r.ran else None, "the most memory of all processes that the kernel cannot reclaim: anonymous, shared, locked and kernel memory, without page cache. The larger of the samples and of the exact peak minus reclaimable memory. ≥ marks a figure of which a part is sampled", "needed", "peak_cgroup", _HEAP, is_usual=True, at_least="needed_is_sampled"),

@@ -117,7 +117,9 @@ def table(
 
     def figure(row: Row, one: Metric) -> Entry:
         """Return a figure without the unit, and its range; "≥" precedes a lower bound."""
-        text, low, high = (one.in_column(row[f"{one.key}{end}"]) for end in ("", "_min", "_max"))
+        scale, digits = (GIB, 3) if one.unit == "bytes" else (1, 2 if one.unit else 0)
+        found = (row[f"{one.key}{end}"] for end in ("", "_min", "_max"))
+        text, low, high = (words.scaled(value, scale, digits) for value in found)
         bound = "≥ " if one.at_least and text != "-" and row[one.at_least] else ""
         return Entry(f"{bound}{text}", "" if low == high else f"{low}..{high}", key=row[one.key])
 
