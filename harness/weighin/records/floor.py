@@ -6,9 +6,9 @@ memory, timed out, or thrashed (``weighin.records.verdict``) in a search for a f
 The floor is the smallest working limit above all failing limits. It is confirmed if ``PASSES`` cells end ok
 under it, and one fails at most ``COARSEST`` of the floor, or ``finest_step``, below it.
 
-The cell without a limit comes first, and gives the first limit to try. The next limits move away from it
-until one works and one fails. The search then halves the interval between them until it is one step; repeats
-the cell under the smallest working limit; and measures one cell under a limit 10 % larger.
+The cell without a limit gives the first limit to try. The next limits move away from it until one works and
+one fails. The search then halves the interval, repeats the cell under the smallest working limit, and
+measures one cell under a limit 10 % larger, to show how long it takes there.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,6 @@ from weighin.units import MIB, format_bytes, format_exact
 PASSES: Final = 3
 COARSEST: Final = 0.10
 ROOM: Final = 1.1
-"""A search also measures a cell under ``ROOM`` times the floor, to show how long it takes there."""
 KILLED: Final = "killed"
 _LEAST_OF_DOCKER: Final = 6 * MIB  # the Docker engine refuses a smaller limit
 # A limit must also cover page tables and the kernel's per-CPU page lists: the floors of copying loads
@@ -34,7 +33,13 @@ _BESIDE_COPIES_BYTES: Final = 4 * MIB
 _PAGE_TABLE_SHARE: Final = 512
 # The limit of a mapped load must also cover the pages of libraries and of the file that are in use.
 _BESIDE_BYTES: Final = 16 * MIB
-_LACKING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT, Outcome.THRASHING)
+_LACKING: Final = {
+    Outcome.OOM_KILLED: KILLED,
+    Outcome.CHILD_KILLED: KILLED,
+    Outcome.TIMEOUT: "timed out",
+    Outcome.THRASHING: Verdict.THRASHES.value,
+}
+"""The outcomes that show that a limit fails, in words."""
 
 
 class Aim(StrEnum):
@@ -55,11 +60,8 @@ class Floor:
     """The search for the RAM floor of a load or command, as far as its results show. Without a floor,
     ``bytes`` is None and ``message`` says why; results/README.md describes what ``weighin floor --json`` prints.
 
-    Attributes:
-        first: the first result without a limit.
-        stop: which result ends the search without a floor; empty if none does.
-        failing_bytes, working_bytes: the floor is above the one, and not above the other.
-        oks: the number of cells that ended ok under ``working_bytes``.
+    ``first`` is the first result without a limit, ``stop`` says which result ends the search without a
+    floor, and ``oks`` cells ended ok under ``working_bytes``.
     """
 
     def __init__(self, cell: Cell, results: Iterable[Result], aim: Aim) -> None:
@@ -67,23 +69,25 @@ class Floor:
         self.results = ours = [one for one in results if searched(one.cell) == self.cell]
         self.by_limit = grouped(ours, lambda one: one.cell.ram_limit_bytes)
         self.first = next(iter(self.by_limit.get(None, ())), None)
-        self.stop, judgements = why_stopped(ours), judge_all(ours)
+        self.stop, judgements = next(filter(None, map(why_stopped, ours)), ""), judge_all(ours)
         ends = {
             limit: [_failure(one, judgements[one.cell.id], aim) for one in repeats]
             for limit, repeats in self.by_limit.items()
             if limit is not None
         }
-        failing = max((each for each in ends if any(ends[each])), default=None)
+        self.failing_bytes = failing = max((each for each in ends if any(ends[each])), default=None)
         works = (each for each in ends if {*ends[each]} == {""} and each > (failing or 0))
-        working = min(works, default=None)
-        self.failing_bytes, self.working_bytes = failing, working
+        self.working_bytes = working = min(works, default=None)
         self.oks = len(ends.get(working or 0, ()))
 
         self.cells = len(ours)
-        self.model_bytes = next((one.model_bytes for one in ours if one.model_bytes), None)
-        self.import_bytes = middle(one.import_bytes for one in ours)
+        self.model_bytes = size = next((one.model_bytes for one in ours if one.model_bytes), None)
+        self.import_bytes = imported = middle(one.import_bytes for one in ours)
         self.message = self.stop or self._lacking()
         self.bytes = found = None if self.message else working
+        self.per_model = found / size if found and size else None
+        above = None if found is None or imported is None else found - imported
+        self.above_import_per_model = None if above is None or not size else above / size
         self.room_bytes = round((working or 0) * ROOM / MIB) * MIB
         self.step_bytes = found - (failing or 0) if found else None
         failed = [*filter(None, ends.get(failing or 0, ()))] if found else []
@@ -97,28 +101,16 @@ class Floor:
     def _lacking(self) -> str:
         """Say what a search that no result stopped lacks for a floor; empty if nothing."""
         failing, working = self.failing_bytes, self.working_bytes
-        if working is None:
-            return f"fails even under {format_bytes(failing)}" if failing else "not searched"
-        if failing is None:
-            return f"works even under {format_bytes(working)}"
+        if working is None or failing is None:
+            does, limit = "works" if working else "fails", working or failing
+            return f"{does} even under {format_bytes(limit)}" if limit else "not searched"
         is_wide = working - failing > max(finest_step(self.cell), int(working * COARSEST))
         between = f"above {format_bytes(failing)}, at most {format_bytes(working)}"
         is_open = is_wide or self.oks < PASSES
         return f"{between}: the search is not finished" if is_open else ""
 
-    @property
-    def per_model(self) -> float | None:
-        return self.bytes / self.model_bytes if self.bytes and self.model_bytes else None
-
-    @property
-    def above_import_per_model(self) -> float | None:
-        if self.bytes is None or self.import_bytes is None or not self.model_bytes:
-            return None
-        return (self.bytes - self.import_bytes) / self.model_bytes
-
     def times(self, under: Typical | None) -> float | None:
-        spent_ns = under.spent_ns if under else None
-        unlimited_ns = self.unlimited.spent_ns if self.unlimited else None
+        spent_ns, unlimited_ns = (one and one.spent_ns for one in (under, self.unlimited))
         return spent_ns / unlimited_ns if spent_ns and unlimited_ns else None
 
 
@@ -126,28 +118,22 @@ def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | Non
     """Return in words how a result shows that its limit fails; empty if it shows that its limit works,
     None if it shows neither, as a cell for ``Aim.ENDS`` that weighin killed because it thrashed.
     """
-    if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
-        return KILLED
-    if result.outcome is Outcome.TIMEOUT:
-        allowed_s = result.stopped.timeout_s if result.stopped else None
-        return f"timed out after {allowed_s:g} s" if allowed_s else "timed out"
-    is_ok, is_ended = result.outcome is Outcome.OK, result.outcome is Outcome.THRASHING
-    thrashes = is_ended or (is_ok and judgement and judgement.verdict is Verdict.THRASHES)
+    outcome = result.outcome
+    if outcome not in (Outcome.OK, Outcome.THRASHING):
+        return _LACKING.get(outcome)
+    thrashes = outcome is Outcome.THRASHING or (judgement and judgement.verdict is Verdict.THRASHES)
     if thrashes and aim is Aim.SURVIVES:
         return Verdict.THRASHES.value
-    return "" if is_ok else None
+    return "" if outcome is Outcome.OK else None
 
 
-def why_stopped(ours: Iterable[Result]) -> str:
-    """Say which result ends the search without a floor; empty if none does."""
-    for result in ours:
-        limit, outcome = result.cell.ram_limit_bytes, result.outcome
-        if outcome is Outcome.MEASUREMENT_FAILED:
-            return f"could not be measured: {result.message}"
-        if outcome is not Outcome.OK and (limit is None or outcome not in _LACKING):
-            where = "without a limit" if limit is None else f"under {format_exact(limit)}"
-            return f"{outcome} {where}" + f": {result.message}" * bool(result.message)
-    return ""
+def why_stopped(result: Result) -> str:
+    """Say why a result ends the search without a floor; empty if it does not."""
+    limit, outcome = result.cell.ram_limit_bytes, result.outcome
+    if outcome is Outcome.OK or (limit is not None and outcome in _LACKING):
+        return ""
+    where = "without a limit" if limit is None else f"under {format_exact(limit)}"
+    return f"{outcome} {where}" + f": {result.message}" * bool(result.message)
 
 
 def next_cell(
@@ -197,21 +183,18 @@ def _estimate(first: Result, aim: Aim) -> int | None:
     if first.ran:
         needed = first.ran.needed_bytes
         return needed and needed + min(_BESIDE_BYTES, MIB + needed // 64)
-    peaks, before, size = first.peaks, first.baseline, first.model_bytes
+    peaks = first.peaks
     sampled = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or peaks.rss_bytes
     if not sampled:
         return None
-    is_mapped = False  # whether most of the model was in mapped file pages, not in anonymous memory
-    if before and size and peaks.file_sampled_bytes is not None:
-        files = peaks.file_sampled_bytes - before.file_bytes
+    before, size, needed = first.baseline, first.model_bytes, max(sampled, use_needed_bytes(first))
+    if before and size and needed == sampled:
+        files = (peaks.file_sampled_bytes or 0) - before.file_bytes
         copies = (peaks.anon_sampled_bytes or 0) - before.anon_bytes * first.cell.ranks
-        is_mapped = 2 * files > size > 2 * copies
-    in_use = use_needed_bytes(first)
-    if in_use > sampled or not is_mapped:
-        sampled = max(in_use, sampled)
-        return sampled + sampled // _PAGE_TABLE_SHARE + _BESIDE_COPIES_BYTES
-    # With a smaller limit, the kernel reads ahead less: the load ends, but reads pages repeatedly.
-    return sampled + _BESIDE_BYTES + (first.in_flight_bytes if aim is Aim.SURVIVES else 0)
+        if 2 * files > size > 2 * copies:  # most of the model is in mapped pages of the file
+            # With a smaller limit, the kernel reads ahead less: the load ends, but reads pages repeatedly.
+            return needed + _BESIDE_BYTES + (first.in_flight_bytes if aim is Aim.SURVIVES else 0)
+    return needed + needed // _PAGE_TABLE_SHARE + _BESIDE_COPIES_BYTES
 
 
 def floors(results: Iterable[Result]) -> list[Floor]:

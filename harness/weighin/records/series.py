@@ -145,7 +145,7 @@ def summarise(runs: Iterable[Records]) -> dict[str, Series]:
         for result in latest(run.results):
             if not run.is_search:
                 groups.setdefault(name_of(result.cell), []).append(result)
-            elif result.cell.ram_limit_bytes is None or why_stopped([result]):
+            elif result.cell.ram_limit_bytes is None or why_stopped(result):
                 groups.setdefault(name_of(searched(result.cell)), []).append(result)
         for floor in floors(run.results) if run.is_search else ():
             searches.setdefault(name_of(floor.cell), []).append(floor)

@@ -30,12 +30,6 @@ class Verdict(StrEnum):
     KILLED = "killed"
 
 
-_KILLED: Final = {
-    Outcome.CUDA_OOM: "the CUDA allocator refused an allocation",
-    Outcome.OOM_KILLED: "killed by the kernel for lack of memory",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Judgement:
     verdict: Verdict
@@ -48,9 +42,10 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
     is_ok, is_command = outcome is Outcome.OK, cell.operation == "command"
     if limit is None:
         return None
-    if (why := _KILLED.get(outcome)) or (result.oom_kills and not is_ok):
+    is_killed = outcome in (Outcome.CUDA_OOM, Outcome.OOM_KILLED)
+    if is_killed or (result.oom_kills and not is_ok):
         kills = f"the kernel killed {result.oom_kills} of its processes for lack of memory"
-        return Judgement(Verdict.KILLED, (result.message or why) if why else kills)
+        return Judgement(Verdict.KILLED, result.message if is_killed else kills)
     if outcome is Outcome.THRASHING:
         return Judgement(Verdict.THRASHES, result.message)
 
@@ -121,44 +116,39 @@ class Typical:
 
     result: Result
     judgement: Judgement | None
+    spent_ns: int | None  # if it ended ok
     words: str
-
-    @property
-    def spent_ns(self) -> int | None:
-        return used_ns(self.result) if self.result.outcome is Outcome.OK else None
 
 
 def typical(repeats: Sequence[Result], judgements: Mapping[str, Judgement | None]) -> Typical:
-    def severity(result: Result) -> int:
+    def verdict(result: Result) -> Verdict | None:
         judgement, is_ok = judgements[result.cell.id], result.outcome is Outcome.OK
-        verdict = judgement.verdict if judgement else Verdict.SURVIVES if is_ok else None
-        # A failure for another reason than memory is None.
-        return [Verdict.SURVIVES, Verdict.THRASHES, None, Verdict.KILLED].index(verdict)
+        # A failure for another reason than memory has none.
+        return judgement.verdict if judgement else Verdict.SURVIVES if is_ok else None
 
-    by_severity = grouped(repeats, severity)
-    alike = by_severity[max(by_severity)]
+    by_verdict = grouped(repeats, verdict)
+    from_worst = (Verdict.KILLED, None, Verdict.THRASHES, Verdict.SURVIVES)
+    worst = next(each for each in from_worst if each in by_verdict)
+    alike = by_verdict[worst]
     median_ns = middle(map(used_ns, alike))
     chosen = next(result for result in alike if used_ns(result) == median_ns)
-    judgement, spent_ns = judgements[chosen.cell.id], used_ns(chosen)
-    verdict, is_ok = judgement and judgement.verdict, chosen.outcome is Outcome.OK
-    words = format_seconds(spent_ns) if is_ok and spent_ns is not None else str(chosen.outcome)
-    words = "killed" if verdict is Verdict.KILLED else words
-    words += " thrashes" if verdict is Verdict.THRASHES else ""
+    spent_ns = median_ns if chosen.outcome is Outcome.OK else None
+    words = str(chosen.outcome) if spent_ns is None else format_seconds(spent_ns)
+    words = "killed" if worst is Verdict.KILLED else words
+    words += " thrashes" if worst is Verdict.THRASHES else ""
     words += f" ({len(alike)} of {len(repeats)})" if len(alike) < len(repeats) else ""
-    return Typical(chosen, judgement, words)
+    return Typical(chosen, judgements[chosen.cell.id], spent_ns, words)
 
 
 def used_ns(result: Result) -> int | None:
     """Return the time until the model was ready, and of its use; None if it was never ready."""
-    if result.ready_ns is None:
-        return None
-    return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
+    use_ns = (result.cost.first_use_ns if result.cost else None) or 0
+    return None if result.ready_ns is None else result.ready_ns + use_ns
 
 
 def highest_charge(result: Result) -> int | None:
-    using = [phase.peak_cgroup_bytes or 0 for phase in result.use_phases]
-    peak = result.peaks.cgroup_bytes
-    return None if peak is None else max([peak, *using])
+    using = (phase.peak_cgroup_bytes or 0 for phase in result.use_phases)
+    return None if result.peaks.cgroup_bytes is None else max(result.peaks.cgroup_bytes, *using, 0)
 
 
 def _size_read(result: Result) -> int:
@@ -197,27 +187,26 @@ def proof(
     The amounts count from the start of the load. A long time alone proves nothing: the machine may be
     busy. Rereads alone prove nothing once every byte of the model was read.
     """
-    usual_ns, size_bytes = reference.spent_ns, reference.size_bytes
-    reread, waited = reread_bytes or 0, waited_ns or 0
-    is_slow = after_ns > MOST_TIME * usual_ns and (
-        reread >= REFAULTS_PER_MODEL * size_bytes or waited >= STALLED_SHARE * after_ns
+    usual_ns, size, reread, waited = (
+        reference.spent_ns,
+        reference.size_bytes,
+        reread_bytes or 0,
+        waited_ns or 0,
     )
-    rereads = is_loading and reread > MOST_REREAD * size_bytes
+    lacks = reread >= REFAULTS_PER_MODEL * size or waited >= STALLED_SHARE * after_ns
+    is_slow = lacks and after_ns > MOST_TIME * usual_ns
+    rereads = is_loading and reread > MOST_REREAD * size
     if not (is_slow or rereads or waited > MOST_WAITED * usual_ns):
         return None
-    return Stopped(after_ns, None, usual_ns, size_bytes, reread_bytes, waited_ns)
+    return Stopped(after_ns, None, usual_ns, size, reread_bytes, waited_ns)
 
 
 def why_killed(stopped: Stopped) -> str:
     """Say why weighin killed a cell that thrashed, with the numbers of the proof."""
-    texts = [f"stopped by weighin after {format_seconds(stopped.after_ns)}, because it thrashes"]
+    text = f"stopped by weighin after {format_seconds(stopped.after_ns)}, because it thrashes"
     if stopped.reread_bytes is not None and stopped.size_bytes:
         times, size = stopped.reread_bytes / stopped.size_bytes, format_bytes(stopped.size_bytes)
-        reread = format_bytes(stopped.reread_bytes, digits=2)
-        texts.append(f"{reread} read again ({times:.1f}x of {size})")
-    if stopped.reference_ns:
-        times, usual = stopped.after_ns / stopped.reference_ns, format_seconds(stopped.reference_ns)
-        texts.append(f"{times:.1f}x the {usual} that the whole measurement took without a limit")
+        text += f"; {times:.1f}x of {size} read again"
     if stopped.waited_ns is not None:
-        texts.append(f"waited {format_seconds(stopped.waited_ns)} for memory")
-    return "; ".join(texts)
+        text += f"; waited {format_seconds(stopped.waited_ns)} for memory"
+    return text
