@@ -81,7 +81,7 @@ def test_each_record_is_parsed_once_by_a_run_and_once_by_the_run_that_resumes_it
     every = runner.run(replace(run, is_new=False), Progress())
     assert (every[:4], len(every)) == (first, 6)
     assert len(parsed) == 4 + 6
-    assert run_folder.of_results(run.folder, every) == run_folder.read(run.folder)
+    assert tuple(every) == run_folder.read(run.folder).results
 
 
 def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:

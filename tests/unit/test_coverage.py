@@ -45,7 +45,7 @@ def test_a_run_that_was_stopped_says_how_far_it_came(tmp_path: Path, count: int)
 
 def test_a_shard_is_complete_with_the_cells_of_its_own(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1, shard="1/2")
-    assert str(run_folder.read(run).coverage) == "1 of 2 cells of shard 1/2 measured"
+    assert str(run_folder.read(run).coverage) == "1 of 2 cells measured"
     run_folder.append(run, make_result(CELLS[2]))
     assert run_folder.read(run).warnings == ()
 
@@ -124,4 +124,4 @@ def test_an_edited_search_is_read_as_cells(tmp_path: Path, settings: dict[str, A
     plan = run / run_folder.PLAN
     text = json.dumps(json.loads(plan.read_text()) | {"settings": settings})
     plan.write_text(text.replace("Infinity", "1e400"))
-    assert str(run_folder.read_whole(run).coverage) == "2 of 4 cells measured"
+    assert str(run_folder.read(run, past_damage=True).coverage) == "2 of 4 cells measured"

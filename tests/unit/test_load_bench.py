@@ -158,8 +158,7 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
     cell = replace(planned.cell, ram_limit_bytes=limit, ranks=ranks)
     run = replace(run, planned=[replace(planned, cell=cell)])
     if not said:
-        with run_folder.room(run.folder):
-            Loads(run, run.planned, Progress())
+        Loads(run, run.planned, Progress())
         return
     need = f"{250 * ranks}.000 MiB"
     assert complaint(run) == (

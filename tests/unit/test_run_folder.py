@@ -204,7 +204,7 @@ def test_every_result_survives_its_json(result: Result) -> None:
 
 def test_what_is_whole_is_read_beside_the_damage(run: Path) -> None:
     edit(run, 2, {"outcome": "okay"})
-    records = run_folder.read_whole(run)
+    records = run_folder.read(run, past_damage=True)
     assert records.results == (mixed_run()[0], mixed_run()[2])
     assert isinstance(records.damage, RecordError)
     assert records.warnings == (f"{records.damage.message}: this line is left out",)
@@ -213,20 +213,21 @@ def test_what_is_whole_is_read_beside_the_damage(run: Path) -> None:
 def test_many_damaged_lines_are_counted(run: Path) -> None:
     with (run / run_folder.RECORDS).open("a") as file:
         file.writelines('{"schema": 99}\n' for _ in range(12))
-    records = run_folder.read_whole(run)
+    records = run_folder.read(run, past_damage=True)
     assert len(records.results) == 3
-    assert records.warnings[-1] == f"7 more lines of {run / run_folder.RECORDS} are left out"
-    assert len(records.warnings) == 6
+    assert records.damage
+    assert records.warnings == (
+        f"{records.damage.message}: this line is left out, and 11 more",
+    )
 
 
-def test_repeats_of_other_code_or_another_size_are_told(tmp_path: Path) -> None:
+def test_repeats_of_other_code_are_told(tmp_path: Path) -> None:
     cells = [make_cell("streaming", repeat=repeat) for repeat in range(3)]
-    for cell, code, size in zip(cells, ("b", None, "a"), (2, 1, 2), strict=True):
-        run_folder.append(tmp_path, make_result(cell, sources_hash=code, model_bytes=size))
-    run_folder.append(tmp_path, make_result(make_cell("baseline"), sources_hash="c", model_bytes=9))
+    for cell, code in zip(cells, ("b", None, "a"), strict=True):
+        run_folder.append(tmp_path, make_result(cell, sources_hash=code))
+    run_folder.append(tmp_path, make_result(make_cell("baseline"), sources_hash="c"))
     assert run_folder.read(tmp_path).warnings == (
-        "streaming: one row of the tables mixes repeats with different code (a, b)",
-        "streaming: one row of the tables mixes repeats with different model sizes (1, 2)",
+        "streaming: one row of the tables mixes repeats of different code",
     )
 
 
@@ -256,7 +257,7 @@ def test_an_unreadable_file_names_its_owner(run: Path, monkeypatch: pytest.Monke
     path = run / run_folder.RECORDS
     assert (
         str(caught.value)
-        == f"cannot read {path}: Permission denied\nchange the owner or the permissions of the file; to see them: ls -ld {path}"
+        == f"cannot read {path}: Permission denied\nput a file there that you may read; to see what it is: ls -ld {path}"
     )
 
 

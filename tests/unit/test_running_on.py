@@ -60,21 +60,6 @@ def test_a_record_that_finds_no_room_leaves_no_half_of_it(tmp_path: Path) -> Non
     )
 
 
-def test_room_is_kept_while_a_cell_runs_and_given_back(tmp_path: Path) -> None:
-    with run_folder.room(tmp_path):
-        assert [path.stat().st_size for path in tmp_path.iterdir()] == [256 * 1024]
-        run_folder.append(tmp_path, make_result())
-        assert [path.name for path in tmp_path.iterdir()] == [run_folder.RECORDS]
-    assert [path.name for path in tmp_path.iterdir()] == [run_folder.RECORDS]
-
-
-def test_a_cell_without_room_for_its_record_is_not_begun(tmp_path: Path) -> None:
-    small, refused = files_of_at_most(1000), pytest.raises(RecordError, match="File too large")
-    with small, refused, run_folder.room(tmp_path):
-        pytest.fail("it was begun")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_samples_that_find_no_room_are_told_and_leave_nothing(tmp_path: Path) -> None:
     result = make_result(samples_path="samples/x.csv")
     (tmp_path / "samples").mkdir()

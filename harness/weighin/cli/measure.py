@@ -139,7 +139,7 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
         runner.resumable("floor", task),
     ):
         results = runner.search(task, shown)
-    measured = Measured.of(task.folder, run_folder.of_results(task.folder, results))
+    measured = Measured.of(task.folder, run_folder.read(task.folder))
     if typed["json"] != _console.STDOUT:
         _console.show(*findings.floors(measured))
     files = write(measured)
@@ -244,8 +244,8 @@ def _end_of_command(context: click.Context, task: "Run", result: "Result") -> No
         from weighin.records.run import Measured
         from weighin.show.report import as_json
 
-        records = run_folder.of_results(task.folder, [result])
-        _console.deliver(target, as_json(Measured.of(task.folder, records), ()))
+        measured = Measured.of(task.folder, run_folder.read(task.folder))
+        _console.deliver(target, as_json(measured, ()))
     # A late shell whose child was killed just before it may end with 0.
     failed = 128 + signal.SIGKILL if result.outcome == "timeout" else 1
     context.exit(0 if result.outcome == "ok" else result.exit_code or failed)
@@ -255,7 +255,7 @@ def _report(context: click.Context, task: "Run", results: "Sequence[Result]") ->
     from weighin.cli.results import show_run
     from weighin.records import run_folder
 
-    show_run(task.folder, run_folder.of_results(task.folder, results), context.params["json"])
+    show_run(task.folder, run_folder.read(task.folder), context.params["json"])
     _end(context, results)
 
 

@@ -219,7 +219,7 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> Found:
             left_out[folder.joinpath(*parts[: parts.index(_PUBLISHED) + 1])] += 1
             continue
         try:
-            records = run_folder.read_whole(path.parent)
+            records = run_folder.read(path.parent, past_damage=True)
         except RecordError as error:
             warnings.append(f"{error.message}: this run is left out")
             continue

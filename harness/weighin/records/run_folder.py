@@ -5,22 +5,18 @@
     RUN/plan.json         the cells of the run and its settings, written once at the start
     RUN/records.jsonl     one Result per line, synced to disk before the next cell starts
     RUN/samples/*.csv     one file per cell, and one per rank; written after the record that names them
-    RUN/.room             while a cell runs: disk space reserved for the cell's record
 
 results/README.md documents every field of these files.
 """
 
-import errno
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from io import FileIO
-from math import inf
-from operator import attrgetter
 from pathlib import Path, PurePath
 from reprlib import repr as short_repr
 from shlex import quote
@@ -34,17 +30,14 @@ from weighin.files import no_link, parse_json, read_bytes, sync, write_bytes
 from weighin.records.floor import Aim, next_cell
 from weighin.records.metrics import grouped
 from weighin.result import SCHEMA, Outcome, Result, Sample
-from weighin.text import masked, one_line, printable
+from weighin.text import few, masked, one_line, printable
 
 RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
 
 _MOST_BYTES: Final = 1024**3  # of about 180,000 records, or of twelve days of samples, 5 ms apart
-_ROOM: Final = ".room"
-_ROOM_BYTES: Final = 256 * 1024  # the largest record so far has 9 KiB
 _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tells the size
 
-_DAMAGES_TOLD: Final = 5
 _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin bench ... --out FOLDER"
 _FREE: Final = {"kwargs", "options", "environment", "command"}  # a user may put any value there
 _CELLS: Final = {"cell", "cells", "model"}
@@ -97,30 +90,25 @@ class Coverage:
     pending: tuple[Cell, ...]
     again: str
     is_search: bool = False
-    shard: str = ""
-
-    @classmethod
-    def of(cls, run: Path, plan: Plan, results: Sequence[Result]) -> "Coverage":
-        settings, cells, shard = plan.settings, plan.cells, ""
-        again = resume_command(verb_of(settings), run)
-        within, aim = settings.get("within"), settings.get("aim", Aim.ENDS)
-        if (
-            isinstance(within, float) and 0 < within < inf and aim in [*Aim]
-        ):  # else somebody edited it
-            rams = [result.environment.get("ram_bytes") for result in results]
-            highest = max(
-                (ram for ram in rams if isinstance(ram, int) and ram), default=_ANY_RAM_BYTES
-            )
-            left = (one for one in cells if next_cell(one, results, within, highest, Aim(aim)))
-            return cls(len(cells), tuple(left), again, is_search=True)
-        with suppress(ConfigError):  # somebody edited the plan
-            cells, shard = tuple(in_shard(cells, named := str(settings.get("shard", "")))), named
-        return cls(len(cells), tuple(pending(cells, results)), again, shard=shard)
 
     def __str__(self) -> str:
-        what = f"cells of shard {self.shard} measured" if self.shard else "cells measured"
-        what = "searches for a floor finished" if self.is_search else what
+        what = "searches for a floor finished" if self.is_search else "cells measured"
         return f"{self.planned - len(self.pending)} of {self.planned} {what}"
+
+
+def _coverage(run: Path, plan: Plan, results: Sequence[Result]) -> Coverage:
+    settings, cells = plan.settings, plan.cells
+    again = resume_command(verb_of(settings), run)
+    within, aim = settings.get("within"), settings.get("aim", Aim.ENDS)
+    # Somebody may have edited the plan: an impossible setting counts as none.
+    if isinstance(within, float) and 0 < within < 1 and aim in [*Aim]:
+        rams = [one.environment.get("ram_bytes") for one in results]
+        highest = max((ram for ram in rams if isinstance(ram, int)), default=0) or _ANY_RAM_BYTES
+        left = (one for one in cells if next_cell(one, results, within, highest, Aim(aim)))
+        return Coverage(len(cells), tuple(left), again, is_search=True)
+    with suppress(ConfigError):
+        cells = tuple(in_shard(cells, str(settings.get("shard", ""))))
+    return Coverage(len(cells), tuple(pending(cells, results)), again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +116,11 @@ class Records:
     results: Sequence[Result]
     warnings: tuple[str, ...] = ()
     coverage: Coverage | None = None  # without a readable plan, None
-    damage: RecordError | None = None  # of the first line that is not a record, or else of the plan
+    damage: RecordError | None = None  # of the plan, or else of the first line that is not a record
 
     @property
     def missing(self) -> int | None:
         return None if self.coverage is None else len(self.coverage.pending)
-
-    @property
-    def is_search(self) -> bool:
-        """Whether a search for floors chose the limits of the cells."""
-        return self.coverage is not None and self.coverage.is_search
 
 
 def append(run: Path, result: Result) -> Result:
@@ -157,7 +140,6 @@ def append(run: Path, result: Result) -> Result:
     with writing(path, f"; the measurement of {cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        (run / _ROOM).unlink(missing_ok=True)
         no_link(path, run)
         path.touch()
         with path.open("r+b", buffering=0) as file:
@@ -209,42 +191,17 @@ def _is_json(text: bytes) -> bool:
     return False
 
 
-@contextmanager
-def room(run: Path) -> Iterator[None]:
-    """Reserve disk space for one record while its cell is measured, which may fill the disk; raise
-    RecordError, before the ``with`` block, if there is none.
+def read(run: Path, *, past_damage: bool = False) -> Records:
+    """Return all records of a run. An incomplete last line, as after a power cut, causes a warning; a line
+    that is no record, and a damaged plan, raise RecordError, or cause a warning (``past_damage``).
     """
-    kept = run / _ROOM
-    try:
-        with writing(run / RECORDS):
-            run.mkdir(parents=True, exist_ok=True)
-            kept.unlink(missing_ok=True)  # also a link, whose file is not ours
-            with kept.open("xb") as file:
-                file.write(os.urandom(_ROOM_BYTES))  # a file system that compresses keeps its room
-        yield
-    finally:
-        with suppress(OSError):  # for example, the disk was removed during the measurement
-            kept.unlink(missing_ok=True)
-
-
-def read(run: Path) -> Records:
-    """As ``read_whole``, but a line that is no record, and a damaged plan, raise RecordError."""
-    records = read_whole(run)
-    if records.damage:
-        raise records.damage
-    return records
-
-
-def read_whole(run: Path) -> Records:
-    """Return all records of a run. An incomplete last line, as after a power cut, unreadable lines and a
-    damaged plan cause warnings; a folder that is not a run, or cannot be read, raises RecordError.
-    """
-    path, plan, plan_error, warnings = run / RECORDS, None, None, []
+    path, plan, damage, warnings, results = run / RECORDS, None, None, list[str](), list[Result]()
     has_plan = (run / PLAN).exists()
     try:
         plan = read_plan(run) if has_plan else None
     except RecordError as error:
-        plan_error = error
+        damage = error
+        warnings.append(f"{error.message}: weighin cannot tell whether the run is complete")
     again = resume_command(verb_of(plan.settings) if plan else "bench", run)
     lines = [b""] if has_plan and not path.exists() else read_file(run, RECORDS).split(b"\n")
     if lines[-1].strip() and not _is_json(lines[-1]):
@@ -253,54 +210,34 @@ def read_whole(run: Path) -> Records:
             f" the line: the measurement of this line counts as missing; {again} repeats it"
         )
         lines.pop()
-    results, damages = list[Result](), list[RecordError]()
+    damaged = list[RecordError]()
     for number, line in enumerate(lines, start=1):
         repair = f"delete the line and repeat its measurement: sed -i {number}d {quote(str(path))} && {again}"
         try:
             if line.strip():
                 results.append(parse(Result, line, f"{path}, line {number}", repair))
         except RecordError as error:
-            damages.append(error)
-    warnings += [f"{error.message}: this line is left out" for error in damages[:_DAMAGES_TOLD]]
-    if len(damages) > _DAMAGES_TOLD:
-        warnings.append(f"{len(damages) - _DAMAGES_TOLD} more lines of {path} are left out")
-    if plan_error:
-        warnings.append(f"{plan_error.message}: weighin cannot tell whether the run is complete")
-        damages.append(plan_error)
-    return _records(run, plan, results, warnings, damages[0] if damages else None)
+            damaged.append(error)
+    if damaged:
+        others = f", and {len(damaged) - 1} more" if damaged[1:] else ""
+        warnings.append(f"{damaged[0].message}: this line is left out{others}")
+        damage = damage or damaged[0]
+    if damage and not past_damage:
+        raise damage
 
-
-def of_results(run: Path, results: Sequence[Result]) -> Records:
-    return _records(run, read_plan(run) if (run / PLAN).exists() else None, results, [], None)
-
-
-def _records(
-    run: Path,
-    plan: Plan | None,
-    results: Sequence[Result],
-    warnings: list[str],
-    damage: RecordError | None,
-) -> Records:
-    """Add warnings of cells that are pending, or have several records, and of each series whose repeats
-    differ in their code or in the model's size.
-    """
-    coverage = Coverage.of(run, plan, results) if plan else None
+    coverage = _coverage(run, plan, results) if plan else None
     if coverage and coverage.pending:
-        warnings.append(f"{run}: {coverage}; {coverage.again} measures the rest")
+        warnings.append(f"{run}: {coverage}; {again} measures the rest")
     numbers = Counter((one.cell.id, str(one.environment.get("node"))) for one in results)
     if twice := [name for (name, _), number in numbers.items() if number > 1]:
         warnings.append(
-            f"{', '.join(twice[:3])}{' and more' * (len(twice) > 3)}: several records of one cell, as"
-            " when two runs write into one folder; the figures may have disturbed each other"
+            f"{few(twice)}: several records of one cell, as when two runs write into one folder; the"
+            " figures may have disturbed each other"
         )
     for repeats in grouped(results, lambda one: one.cell.series).values():
-        for what, name in (("code", "sources_hash"), ("model sizes", "model_bytes")):
-            found = sorted(
-                {str(value) for one in repeats if (value := getattr(one, name)) is not None}
-            )
-            if len(found) > 1:
-                mixes = f"one row of the tables mixes repeats with different {what}"
-                warnings.append(f"{repeats[0].cell.strategy}: {mixes} ({', '.join(found)})")
+        if len({one.sources_hash for one in repeats} - {None}) > 1:
+            mixes = "one row of the tables mixes repeats of different code"
+            warnings.append(f"{repeats[0].cell.strategy}: {mixes}")
     return Records(tuple(results), tuple(warnings), coverage, damage)
 
 
@@ -324,7 +261,7 @@ def write_plan(
     raise RecordError if the folder has a plan or records already.
     """
     plan, path = Plan(SCHEMA, tuple(cells), settings or {}), run / PLAN
-    text, is_new_folder = _encode(plan, PLAN, indent=1) + b"\n", not run.exists()
+    text = _encode(plan, PLAN, indent=1) + b"\n"
     again = resume_command(verb_of(plan.settings), run)
     already_there = RecordError(
         f"{run} already contains a run",
@@ -338,10 +275,6 @@ def write_plan(
             write_bytes(path, text, is_new=is_new)
         except FileExistsError:
             raise already_there from None
-        except OSError:
-            if is_new_folder:
-                run.rmdir()
-            raise
     return text
 
 
@@ -365,15 +298,10 @@ def parse_plan(run: Path, text: bytes) -> Plan:
 
 
 def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes:
-    def as_json(inner: Any) -> Any:
-        if is_dataclass(inner):
-            return {each.name: getattr(inner, each.name) for each in fields(inner)}
-        return str(inner)
-
     # By json, which refuses NaN, where msgspec would write null.
     try:
         text = json.dumps(
-            value, default=as_json, allow_nan=False, ensure_ascii=False, indent=indent
+            asdict(value), default=str, allow_nan=False, ensure_ascii=False, indent=indent
         )
     except ValueError as error:
         raise RecordError(
@@ -393,10 +321,7 @@ def read_file(run: Path, name: str) -> bytes:
             "name the folder that weighin bench printed at its end, such as results/RUN",
         ) from error
     except OSError as error:
-        repair = "put the file itself there, or remove it"
-        if error.errno in (errno.EACCES, errno.EPERM):
-            repair = "change the owner or the permissions of the file; to see them"
-        repair += f": ls -ld {quote(str(path))}"
+        repair = f"put a file there that you may read; to see what it is: ls -ld {quote(str(path))}"
         raise RecordError(f"cannot read {path}: {error.strerror}", repair) from error
 
 
@@ -444,10 +369,8 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
     if isinstance(value, str):
         return value if value.isprintable() and "::" not in value else printable(value, "\n\t")
     if isinstance(value, list):
-        return [
-            checked(each, f"{place}{at}.", is_cell=is_cell, is_free=is_free)
-            for at, each in enumerate(value)
-        ]
+        named = ((f"{place}{at}.", each) for at, each in enumerate(value))
+        return [checked(each, inner, is_cell=is_cell, is_free=is_free) for inner, each in named]
     if not isinstance(value, dict):
         return value
     cleaned, numbers = {}, {} if is_free else {k: v for k, v in value.items() if isinstance(v, int)}
@@ -455,11 +378,9 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
         amount = numbers.get(key, 0) if key.endswith(("_bytes", "_ns", "_faults")) else 0
         if not 0 <= amount < _LARGEST:
             raise ValueError(f"{place}{key}: impossible value {short_repr(each)}")
-        free = is_free or key in _FREE
-        kept = is_cell and key in _FREE
-        cleaned[printable(key)] = (
-            each if kept else checked(each, f"{place}{key}.", is_cell=key in _CELLS, is_free=free)
-        )
+        inside = {"is_cell": key in _CELLS, "is_free": is_free or key in _FREE}
+        is_kept = is_cell and key in _FREE
+        cleaned[printable(key)] = each if is_kept else checked(each, f"{place}{key}.", **inside)
     for later, earlier, what in _ORDERED:
         if {later, earlier} <= numbers.keys() and numbers[later] < numbers[earlier]:
             raise ValueError(f"{place}{later}: {what} {earlier}")
@@ -485,4 +406,4 @@ def read_samples(run: Path, path: str | None) -> list[Sample]:
             known = {name: int(value) for name, value in row if value and name in _SAMPLED}
             if all(0 <= value < _LARGEST for value in known.values()):
                 samples.append(msgspec.convert(known, Sample))
-    return sorted(samples, key=attrgetter("t_ns"))
+    return sorted(samples, key=lambda one: one.t_ns)

@@ -143,11 +143,11 @@ def summarise(runs: Iterable[Records]) -> dict[str, Series]:
     searches: dict[str, list[Floor]] = {}
     for run in runs:
         for result in latest(run.results):
-            if not run.is_search:
+            if not (run.coverage and run.coverage.is_search):
                 groups.setdefault(name_of(result.cell), []).append(result)
             elif result.cell.ram_limit_bytes is None or why_stopped(result):
                 groups.setdefault(name_of(searched(result.cell)), []).append(result)
-        for floor in floors(run.results) if run.is_search else ():
+        for floor in floors(run.results) if run.coverage and run.coverage.is_search else ():
             searches.setdefault(name_of(floor.cell), []).append(floor)
     return {name: _series(group, searches.get(name, ())) for name, group in groups.items()}
 

@@ -69,17 +69,16 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
                 else:
                     take = loads.Loads(task, needed, progress).take
                 known_environment = task.environment()
-            with run_folder.room(task.folder):
-                if planned.skip or take is None:
-                    measured = Measured(skipped(planned, known_environment))
-                else:
-                    progress.starting(planned.cell)
-                    measured = take(planned, known_environment)
-                with interrupts.put_off():
-                    result = run_folder.append(task.folder, measured.result)
-                    results.append(result)
-                    progress.finished(result)
-                    replace(measured, result=result).finish(task.folder)
+            if planned.skip or take is None:
+                measured = Measured(skipped(planned, known_environment))
+            else:
+                progress.starting(planned.cell)
+                measured = take(planned, known_environment)
+            with interrupts.put_off():
+                result = run_folder.append(task.folder, measured.result)
+                results.append(result)
+                progress.finished(result)
+                replace(measured, result=result).finish(task.folder)
         return list(results)
 
 
@@ -142,7 +141,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
     except Interrupted as stopped:
         if not plan.exists():  # the folder of a run without a record was removed
             raise
-        message = f"{stopped.message}; {run_folder.read_whole(task.folder).coverage}"
+        message = f"{stopped.message}; {run_folder.read(task.folder, past_damage=True).coverage}"
         raise Interrupted(message, f"resume it: {again}") from None
     except HarnessError as error:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
