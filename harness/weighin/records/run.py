@@ -90,7 +90,7 @@ class Measured:
 
     @cached_property
     def ranks(self) -> list[RankSeries]:
-        return over_ranks(self.results, self.floors)
+        return over_ranks(self.results)
 
     def rows_of(self, results: Iterable[Result]) -> list[Row]:
         ours = {result.cell.series for result in results}
@@ -115,22 +115,21 @@ def varying(rows: Sequence[Row]) -> list[str]:
     """Return the names of the settings, such as "model", in which the rows differ; without "format" if
     each strategy was measured with only one checkpoint format.
     """
-    names = [name for name in DIMENSIONS if len(values(rows, name)) > 1]
-    if all(len(values(group, "format")) == 1 for group in split(rows, ["strategy"]).values()):
-        names = [name for name in names if name != "format"]
-    return names
+    one_format = all(
+        len(values(group, "format")) == 1 for group in split(rows, ["strategy"]).values()
+    )
+    differing = (name for name in DIMENSIONS if len(values(rows, name)) > 1)
+    return [name for name in differing if not (name == "format" and one_format)]
 
 
 def is_below_import(rows: Iterable[Row]) -> bool:
     """Return whether every loaded model is smaller than the memory of ``import torch``, so that the memory
     above the import does not show how many copies a load made.
     """
-    loads = [
-        row for row in rows if row["operation"] == "load" and row["baseline_rss_bytes"] is not None
-    ]
-    return bool(loads) and all(
-        (row["model_bytes"] or 0) < row["baseline_rss_bytes"] for row in loads
-    )
+    loads = [row for row in rows if row["operation"] == "load"]
+    sizes = [(row["model_bytes"] or 0, row["baseline_rss_bytes"]) for row in loads]
+    below = [size < before for size, before in sizes if before is not None]
+    return bool(below) and all(below)
 
 
 def cells_of(rows: Iterable[Row]) -> list[Cell]:

@@ -1,6 +1,4 @@
-"""Name and summarise the repeats of a measurement (a series), and compare series: as a matrix of survival,
-and over ranks (processes).
-"""
+"""Name and summarise the repeats of a measurement (a series); compare series by RAM limits and by ranks."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain, compress
 from math import inf
-from typing import Final, Literal
+from typing import Final
 
 from weighin.cell import Cell
 from weighin.records.floor import Floor, floors, searched, why_stopped
@@ -28,9 +26,8 @@ from weighin.result import Outcome, Result
 from weighin.text import one_line
 from weighin.units import format_exact
 
-STRATEGY: Final = 1
+STRATEGY: Final = 1  # the position of a word in the name of a series (``name_of``)
 FORMAT: Final = 2
-"""``STRATEGY`` and ``FORMAT`` are positions of words in the name of a series (``name_of``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +100,17 @@ def name_of(cell: Cell) -> str:
 
 
 def option_words(cell: Cell) -> list[str]:
-    """Return a text for the soft RAM limit, each option and each environment variable of a cell."""
-    return [word for words in _own_words(cell)[1:] for word in words]
+    """Return a text for each option and each environment variable of a cell."""
+    return list(chain.from_iterable(_own_words(cell)[1:]))
 
 
 def _own_words(cell: Cell) -> tuple[tuple[str, ...], ...]:
-    """Return the words for a cell's format, soft RAM limit, options and environment variables."""
+    """Return the words for a cell's format, options and environment variables."""
     options = (
         f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
         for key, value in sorted(cell.options.items())
     )
-    high = (f"ram_high={format_exact(cell.ram_high_bytes)}",) if cell.ram_high_bytes else ()
-    return (cell.format,), high, tuple(map(one_line, options)), cell.settings
+    return (cell.format,), tuple(map(one_line, options)), cell.settings
 
 
 def labels_among(cells: Iterable[Cell]) -> Callable[[Cell], str]:
@@ -142,12 +138,13 @@ def summarise(runs: Iterable[Records]) -> dict[str, Series]:
     groups: dict[str, list[Result]] = {}
     searches: dict[str, list[Floor]] = {}
     for run in runs:
+        is_search = run.coverage is not None and run.coverage.is_search
         for result in latest(run.results):
-            if not (run.coverage and run.coverage.is_search):
+            if not is_search:
                 groups.setdefault(name_of(result.cell), []).append(result)
             elif result.cell.ram_limit_bytes is None or why_stopped(result):
                 groups.setdefault(name_of(searched(result.cell)), []).append(result)
-        for floor in floors(run.results) if run.coverage and run.coverage.is_search else ():
+        for floor in floors(run.results) if is_search else ():
             searches.setdefault(name_of(floor.cell), []).append(floor)
     return {name: _series(group, searches.get(name, ())) for name, group in groups.items()}
 
@@ -157,22 +154,19 @@ def _series(group: Sequence[Result], of_search: Sequence[Floor]) -> Series:
     values = {name: [metric.of(result) for result in good] for name, metric in METRICS.items()}
     values["floor"] = [floor.bytes for floor in of_search]
     named = (each for one in good for each in phases_of_load(one))
-    medians = {
-        name: {
-            key: middle(read(phase) for _, phase in found) for key, read in PHASE_FIGURES.items()
+    phases = dict[str, dict[str, int]]()
+    for name, found in grouped(named, lambda each: each[0]).items():
+        medians = {
+            k: middle(read(phase) for _, phase in found) for k, read in PHASE_FIGURES.items()
         }
-        for name, found in grouped(named, lambda each: each[0]).items()
-    }
+        phases[name] = {key: value for key, value in medians.items() if value is not None}
     return Series(
         outcome=outcome_of(result.outcome for result in group),
         repeats=len(group),
         model_bytes=next((each.model_bytes for each in group if each.model_bytes), None),
         limit_bytes=group[0].cell.ram_limit_bytes,
         figures={name: figure for name, each in values.items() if (figure := Figure.of(each))},
-        phases={
-            name: {key: value for key, value in each.items() if value is not None}
-            for name, each in medians.items()
-        },
+        phases=phases,
         message=next((each.message for each in group if each.outcome is not Outcome.OK), ""),
         no_floor=next((each.message for each in of_search[::-1] if each.bytes is None), ""),
     )
@@ -180,22 +174,14 @@ def _series(group: Sequence[Result], of_search: Sequence[Floor]) -> Series:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The survival matrix of comparable cells: by (row, column), its fields; no limit is the first column."""
+    """The survival of comparable cells: ``fields`` by row and column, the first of which is no limit."""
 
     scene: Cell
     rows: tuple[Cell, ...]
+    labels: list[str]
     limits: tuple[int | None, ...]
     fields: dict[tuple[int, int], Typical]
-
-    @property
-    def model_bytes(self) -> int | None:
-        sizes = [field.result.model_bytes for field in self.fields.values()]
-        return next((size for size in sizes if size), None)
-
-    @property
-    def labels(self) -> list[str]:
-        """The name of each row: the strategy, and the format and options if the rows differ in them."""
-        return list(map(labels_among(self.rows), self.rows))
+    model_bytes: int | None
 
 
 def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | None]) -> list[Matrix]:
@@ -210,6 +196,8 @@ def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | Non
     built = []
     for ours in grouped(results, lambda one: scene(one.cell).series).values():
         limits = {result.cell.ram_limit_bytes for result in ours}
+        if len(limits - {None}) < 2:
+            continue
         ordered = sorted(limits, key=lambda limit: -(inf if limit is None else limit))
         rows = grouped(ours, lambda one: searched(one.cell).series).values()
         fields = {
@@ -217,16 +205,20 @@ def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | Non
             for row, group in enumerate(rows)
             for limit, repeats in grouped(group, lambda one: one.cell.ram_limit_bytes).items()
         }
-        if len(limits - {None}) > 1:
-            cells = tuple(searched(group[0].cell) for group in rows)
-            built.append(Matrix(scene(ours[0].cell), cells, tuple(ordered), fields))
+        cells = tuple(searched(group[0].cell) for group in rows)
+        labels = list(map(labels_among(cells), cells))
+        size = next(
+            (one.result.model_bytes for one in fields.values() if one.result.model_bytes), None
+        )
+        built.append(Matrix(scene(ours[0].cell), cells, labels, tuple(ordered), fields, size))
     return built
 
 
 @dataclass(frozen=True, slots=True)
 class RankSeries:
-    """The ok results of one strategy, by the number of ranks, and the memory of all ranks above the imports:
-    the RAM floor if a search found one, else the median of the cgroup's peaks. ``cell`` has one rank."""
+    """The ok results of one strategy, by the number of ranks, with the medians of the cgroup's peaks above the
+    imports (``charges``). ``cell`` has one rank.
+    """
 
     cell: Cell
     by_ranks: dict[int, list[Result]]
@@ -234,47 +226,29 @@ class RankSeries:
     model_bytes: int | None
 
     @property
-    def copies_per_rank(self) -> float | None:
-        """The memory that each further rank adds, in model sizes; None if it cannot be computed."""
+    def growth(self) -> str:
+        """How much memory each further rank adds: "linear (1.02x a rank)"; "-" if it cannot be computed."""
         if len(self.charges) < 2 or not self.model_bytes:
-            return None
+            return "-"
         low, high = min(self.charges), max(self.charges)
-        return (self.charges[high] - self.charges[low]) / (high - low) / self.model_bytes
-
-    @property
-    def growth(self) -> Literal["flat", "between", "linear"] | None:
-        if (copies := self.copies_per_rank) is None:
-            return None
-        return "flat" if copies < 0.25 else "linear" if copies >= 0.75 else "between"
+        copies = (self.charges[high] - self.charges[low]) / (high - low) / self.model_bytes
+        kind = "flat" if copies < 0.25 else "linear" if copies >= 0.75 else "between"
+        return f"{kind} ({copies:.2f}x a rank)"
 
 
-def over_ranks(results: Sequence[Result], searched_floors: Sequence[Floor]) -> list[RankSeries]:
+def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
     """Return a ``RankSeries`` for each strategy of a run that was measured with two or more ranks,
     without a RAM limit: page cache fills memory up to a limit.
     """
-    floors_bytes = {
-        floor.cell.series: floor.bytes - (floor.import_bytes or 0)
-        for floor in searched_floors
-        if floor.bytes is not None
-    }
-    loads = (
-        one
-        for one in latest(results)
-        if one.outcome is Outcome.OK
-        and one.cell.operation == "load"
-        and not one.cell.ram_limit_bytes
-    )
+    good = (one for one in results if one.outcome is Outcome.OK and one.cell.operation == "load")
+    loads = (one for one in good if not one.cell.ram_limit_bytes)
     series = []
     for group in grouped(loads, lambda one: replace(one.cell, ranks=1).series).values():
         ordered = sorted(group, key=lambda each: each.cell.ranks)
         by_ranks = grouped(ordered, lambda each: each.cell.ranks)
         if max(by_ranks) > 1:
-            charges = {
-                ranks: size
-                for ranks, same in by_ranks.items()
-                if (size := floors_bytes.get(same[0].cell.series, middle(map(charge, same))))
-                is not None
-            }
+            medians = {ranks: middle(map(charge, same)) for ranks, same in by_ranks.items()}
+            charges = {ranks: size for ranks, size in medians.items() if size is not None}
             model = next((each.model_bytes for each in group if each.model_bytes), None)
             series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, model))
     return series

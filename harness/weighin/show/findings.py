@@ -106,7 +106,6 @@ def ranks(run: Measured) -> Iterator[Table]:
     label = labels_among([each.cell for each in run.ranks])
     rows = []
     for each in run.ranks:
-        growth = f"{each.growth} ({each.copies_per_rank:.2f}x a rank)" if each.growth else "-"
         rows += [
             [
                 label(each.cell),
@@ -116,7 +115,7 @@ def ranks(run: Measured) -> Iterator[Table]:
                 scaled(middle(map(unreclaimable, repeats)), each.model_bytes, 2),
                 scaled(middle(one.peaks.pss_bytes for one in repeats), GIB, 3),
                 scaled(middle(sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats), GIB, 3),
-                growth if number == max(each.by_ranks) else "",
+                each.growth if number == max(each.by_ranks) else "",
             ]
             for number, repeats in each.by_ranks.items()
         ]
