@@ -14,8 +14,7 @@ from predicted_runs import check
 
 from weighin.records import run_folder
 from weighin.records.metrics import METRICS, grouped, middle
-from weighin.records.run import Measured
-from weighin.records.series import option_words
+from weighin.records.series import Measured, option_words
 from weighin.result import Outcome, Result
 from weighin.show import words
 from weighin.show.table import Table

@@ -13,7 +13,7 @@ import yaml
 from weighin.cell import Cell, ModelSpec
 from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
-from weighin.records.run import Measured
+from weighin.records.series import Measured
 from weighin.result import Outcome, Result
 from weighin.show import words
 from weighin.show.table import Table

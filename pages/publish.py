@@ -28,7 +28,7 @@ from pages.run_tables import PREDICTED
 from weighin.cell import Cell
 from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
-from weighin.records.run import Measured
+from weighin.records.series import Measured
 from weighin.result import Outcome, Result
 from weighin.show import style, words
 from weighin.show.timeline import draw_timelines

@@ -13,7 +13,7 @@ from weighin.errors import RecordError
 from weighin.files import parse_json, read_bytes
 from weighin.records.floor import KILLED, Aim, Floor, floors
 from weighin.records.metrics import COLUMNS, grouped, middle, outcome_of
-from weighin.records.run import Measured, Row, varying
+from weighin.records.series import Measured, Row, varying
 from weighin.records.verdict import Verdict
 from weighin.result import Outcome, Result
 from weighin.show import words

@@ -34,7 +34,7 @@ from pydantic.fields import FieldInfo
 from pages import run_tables
 from pages.notebook import markdown_notebook
 from weighin.records import run_folder
-from weighin.records.run import Measured
+from weighin.records.series import Measured
 from weighin.result import Result
 from weighin.settings.definition import COMMANDS, KEYS, MODELS, Settings, SuiteCommand, SuiteModel
 from weighin.settings.yaml_file import read_mapping

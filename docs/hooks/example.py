@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from weighin.records import run_folder
-from weighin.records.run import Measured
+from weighin.records.series import Measured
 from weighin.show.write import write
 
 RUN: Final = Path(__file__).parents[2] / "results/published/gpt2-xl-8GiB"

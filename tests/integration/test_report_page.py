@@ -16,7 +16,7 @@ from factories import make_cell, make_result, mixed_run, notebook_run, write_sam
 from sweeps import a_sweep
 
 from weighin.records import run_folder
-from weighin.records.run import Measured
+from weighin.records.series import Measured
 from weighin.result import Result
 from weighin.show import page as report_page
 from weighin.show import write

@@ -12,9 +12,8 @@ from factories import make_cell, make_result
 from ran_commands import RAN, make_command, make_killed, make_ran, write_command_samples
 
 from weighin.records.floor import floors
-from weighin.records.run import Measured
 from weighin.records.run_folder import parse
-from weighin.records.series import name_of
+from weighin.records.series import Measured, name_of
 from weighin.result import Outcome, Process, Result, Sample
 from weighin.show import timeline, write
 from weighin.show.findings import floors as floors_table

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from factories import MODEL_BYTES, make_cell, make_result
 
-from weighin.records.metrics import charge, sum_of_peaks, unreclaimable
-from weighin.records.run import Measured
+from weighin.records.metrics import charge, sum_of_peaks
+from weighin.records.series import Measured
 from weighin.result import Memory, Outcome, Peaks, Rank, Result
+from weighin.show.findings import unreclaimable
 from weighin.units import GIB
 
 BEFORE = 300 * 1024**2

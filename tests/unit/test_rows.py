@@ -17,8 +17,8 @@ from factories import (
 )
 
 from weighin.records.metrics import COLUMNS
-from weighin.records.run import Measured, Row, row_of, varying
 from weighin.records.run_folder import Records, read_samples
+from weighin.records.series import Measured, Row, row_of, varying
 from weighin.result import Outcome, Peaks, Result
 
 

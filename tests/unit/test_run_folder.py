@@ -216,9 +216,7 @@ def test_many_damaged_lines_are_counted(run: Path) -> None:
     records = run_folder.read(run, past_damage=True)
     assert len(records.results) == 3
     assert records.damage
-    assert records.warnings == (
-        f"{records.damage.message}: this line is left out, and 11 more",
-    )
+    assert records.warnings == (f"{records.damage.message}: this line is left out, and 11 more",)
 
 
 def test_repeats_of_other_code_are_told(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from weighin.cell import ModelSpec
 from weighin.gate import baseline
 from weighin.gate.compare import history
 from weighin.records import run_folder
-from weighin.records.run import DIMENSIONS
 from weighin.records.run_folder import Records
 from weighin.records.series import (
+    DIMENSIONS,
     Figure,
     Series,
     labels_among,

@@ -25,9 +25,9 @@ from rich.console import Console
 from sweeps import a_sweep
 
 from weighin.gate.compare import history
-from weighin.records import run, run_folder
-from weighin.records.run import Measured
+from weighin.records import run_folder, series
 from weighin.records.run_folder import Records
+from weighin.records.series import Measured
 from weighin.result import Outcome, Peaks, Result
 from weighin.show import page, write
 from weighin.show.plots import pictures
@@ -56,13 +56,13 @@ def recorded(folder: Path, *some: Result) -> Path:
 
 def test_each_series_is_summarised_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: Counter[str] = Counter()
-    usual = run._summary
+    usual = series._summary
 
-    def counted(group: Sequence[Result]) -> run.Row:
+    def counted(group: Sequence[Result]) -> series.Row:
         calls[group[0].cell.series] += 1
         return usual(group)
 
-    monkeypatch.setattr(run, "_summary", counted)
+    monkeypatch.setattr(series, "_summary", counted)
     measured = Measured.of(tmp_path, Records(tuple(notebook_run())))
     shown(measured)
     write.write(measured)

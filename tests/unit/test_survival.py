@@ -9,7 +9,7 @@ import pytest
 from factories import MODEL_BYTES, make_cell
 from sweeps import a_sweep, swept
 
-from weighin.records.run import Measured
+from weighin.records.series import Measured
 from weighin.result import Faults, Outcome, Result
 from weighin.show.findings import slow_disks, survival
 from weighin.units import GIB

@@ -7,9 +7,8 @@ from factories import ENVIRONMENT, make_cell
 
 from pages.run_tables import markdown_trained
 from weighin.records.floor import floors, next_cell
-from weighin.records.run import Measured
 from weighin.records.run_folder import Records
-from weighin.records.series import name_of, summarise
+from weighin.records.series import Measured, name_of, summarise
 from weighin.records.verdict import used_ns
 from weighin.result import SCHEMA, Cost, Memory, Outcome, Peaks, Phase, Result, Use
 from weighin.show.findings import floor_label, uses

@@ -127,7 +127,7 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
     """
     from weighin.cli._progress import progress
     from weighin.records import run_folder
-    from weighin.records.run import Measured
+    from weighin.records.series import Measured
     from weighin.run import runner
     from weighin.show import findings
     from weighin.show.report import floors_as_json
@@ -241,7 +241,7 @@ def _end_of_command(context: click.Context, task: "Run", result: "Result") -> No
         _console.tell(f"weighin: {line}")
     if target := context.params["json"]:
         from weighin.records import run_folder
-        from weighin.records.run import Measured
+        from weighin.records.series import Measured
         from weighin.show.report import as_json
 
         measured = Measured.of(task.folder, run_folder.read(task.folder))

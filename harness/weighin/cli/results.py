@@ -51,7 +51,7 @@ def report(_: click.Context, typed: dict[str, Any]) -> None:
 def show_run(run: Path, records: "Records", json: str | None, formats: Sequence[str] = ()) -> None:
     """Print a run's table, and write its report in ``formats``, or else the default ones."""
     with _console.working("computing the table"):
-        from weighin.records.run import Measured
+        from weighin.records.series import Measured
         from weighin.show.report import as_json, terminal
         from weighin.show.write import checked, write
 

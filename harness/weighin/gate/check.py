@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,7 @@ from weighin.gate import baseline as files
 from weighin.gate.baseline import Baseline
 from weighin.gate.rules import EXPECTABLE, Budget, Expectation, Rules
 from weighin.records import run_folder
-from weighin.records.machine import CONCURRENT, Setting, differences, settings_of, spoils_times
+from weighin.records.machine import CONCURRENT, Setting, differences, settings_of
 from weighin.records.metrics import METRICS, Metric, Tolerance
 from weighin.records.run_folder import Coverage, Records
 from weighin.records.series import STRATEGY, Figure, Series, name_of, summarise
@@ -44,6 +45,10 @@ class LineVerdict(StrEnum):
 
 WITHIN_BUDGET: Final = "within budget"
 """Tables show this in place of "same" for a budget, because a budget has no earlier figure."""
+# Times are not compared if one of these settings differs.
+TIMING: Final = (
+    "machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*", CONCURRENT,
+)  # fmt: skip
 _ORDER: Final = tuple(LineVerdict)
 FAILING: Final = _ORDER[: _ORDER.index(LineVerdict.CHANGED)]
 
@@ -330,7 +335,7 @@ def _beside(
         yield Line(verdict, "environment", change.name, str(change))
     tolerances = rules.tolerances
     concurrent = CONCURRENT in environment or CONCURRENT in baseline.environment
-    if concurrent or spoils_times(changes):
+    if concurrent or any(fnmatchcase(one.name, pattern) for one in changes for pattern in TIMING):
         tolerances = {n: t for n, t in tolerances.items() if METRICS[n].unit != "ns"}
         why = "the baseline was measured on another machine or with other settings"
         why = "several cells ran at once (jobs)" if concurrent else why

@@ -4,8 +4,10 @@ A group is a run, or the results that share a commit, a version of torch or a ki
 changed if it differs by more than ``weighin check`` tolerates; nothing passes or fails.
 """
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +19,7 @@ from weighin.errors import ConfigError, RecordError, UnknownName
 from weighin.gate.check import Group, LineVerdict, judge_figure, read_runs
 from weighin.gate.tables import KINDS, short_names
 from weighin.records import run_folder
-from weighin.records.machine import differences, fingerprint, settings_of
+from weighin.records.machine import differences, settings_of
 from weighin.records.metrics import METRICS, Metric, grouped, named
 from weighin.records.series import Series
 from weighin.result import Result
@@ -27,6 +29,10 @@ from weighin.text import one_line
 _COMMIT_LENGTH: Final = 10
 _OUTCOME: Final = "outcome"
 _PUBLISHED: Final = "published"  # a folder of this name has the runs that a project publishes
+_OF_MACHINE: Final = (
+    "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
+    "gpu",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,13 @@ def _incomparable(groups: Sequence[Group], by: str) -> ConfigError:
         f"cannot compare by {by}: the records have {len(groups)} of it{': ' * bool(found)}{found}",
         f"name runs of which it differs, or leave out --by {by}",
     )
+
+
+def fingerprint(environment: Mapping[str, Any]) -> str:
+    """Return a hash of processor, RAM, kernel, GPU and so on, which machines of one kind share."""
+    settings = settings_of([environment])
+    described = {name: settings.get(name) for name in _OF_MACHINE}
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _split(runs: Sequence[Group], by: str) -> list[Group]:

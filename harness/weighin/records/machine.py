@@ -4,7 +4,6 @@ Each difference has a policy. Another version of torch or of cgroups makes measu
 check fails. Another kernel or processor hardly affects memory, so the check warns, and judges no times.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,10 +18,6 @@ Setting = str | int | float | bool | None
 
 CONCURRENT: Final = "concurrent_cells"
 """The setting that tells how many cells ran at once, if above 1; times are then not judged."""
-# Times are not compared if one of these settings differs.
-_TIMING: Final = (
-    "machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*", CONCURRENT,
-)  # fmt: skip
 _FAILING: Final = (
     "torch", "cuda", "gpu", "machine", "cgroup_version", "thp", "page_bytes", "settings.*",
 )  # fmt: skip
@@ -31,10 +26,6 @@ _IGNORED: Final = (
     "isolation.groups", "node.*", "disk.*",  # names; those of series tell a disk's speed
     "git_*",  # the gate exists to judge changes of the measured code
     "psi", "governor", "swap_bytes",  # a cell gets no swap
-)  # fmt: skip
-_OF_MACHINE: Final = (
-    "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
-    "gpu",
 )  # fmt: skip
 
 
@@ -62,13 +53,6 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
     }
 
 
-def fingerprint(environment: Mapping[str, Any]) -> str:
-    """Return a hash of processor, RAM, kernel, GPU and so on, which machines of one kind share."""
-    settings = settings_of([environment])
-    described = {name: settings.get(name) for name in _OF_MACHINE}
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:8]
-
-
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
     """Return the policy for a setting that differs; the user's policies ``chosen`` come first."""
     rules = [
@@ -87,10 +71,6 @@ def differences(
         for name in sorted({*was, *now})
         if was.get(name) != now.get(name) and (policy := policy_of(name, chosen)) != "ignore"
     ]
-
-
-def spoils_times(found: Iterable[Difference]) -> bool:
-    return any(fnmatchcase(each.name, pattern) for each in found for pattern in _TIMING)
 
 
 def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

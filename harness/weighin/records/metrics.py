@@ -108,10 +108,6 @@ class Metric:
     def column_unit(self) -> str:
         return {"bytes": "GiB", "ns": "s"}.get(self.unit, self.unit)
 
-    def in_row(self, result: Result) -> float | None:
-        value = self.read(result)
-        return value / 1e9 if value is not None and self.unit == "ns" else value
-
     def of(self, result: Result) -> int | None:
         """Return the metric's value in a result; None if it was not measured, or does not apply."""
         applies = result.cell.operation in self.operations and (
@@ -156,9 +152,8 @@ def per_model(result: Result, size: float | None) -> float | None:
 
 
 def through_first_pass_ns(result: Result) -> int | None:
-    """Return the time until the model was ready plus its first forward pass; None without a pass.
-
-    A mapped model may be ready before it has read its file; its first pass then waits for the disk.
+    """Return the time until the model was ready plus its first forward pass, in which a mapped model may
+    wait for the disk; None without a pass.
     """
     pass_ns = _time_of("forward", result)
     return None if result.ready_ns is None or pass_ns is None else result.ready_ns + pass_ns
@@ -173,13 +168,6 @@ def charge(result: Result) -> int | None:
     before = result.baseline.cgroup_bytes if result.baseline else None
     peak = result.peaks.cgroup_bytes
     return None if before is None or peak is None else peak - before
-
-
-def unreclaimable(result: Result) -> int | None:
-    """Return the sampled maximum of the ranks' anonymous and shared memory, above the imports'."""
-    most = result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
-    before = result.import_bytes
-    return None if most is None or before is None else max(0, most - before)
 
 
 def sum_of_peaks(result: Result) -> int | None:

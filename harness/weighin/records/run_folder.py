@@ -39,7 +39,7 @@ _MOST_BYTES: Final = 1024**3  # of about 180,000 records, or of twelve days of s
 _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tells the size
 
 _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin bench ... --out FOLDER"
-_FREE: Final = {"kwargs", "options", "environment", "command"}  # a user may put any value there
+_FREE: Final = {"kwargs", "options", "environment", "command", "settings"}  # any value may be there
 _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
@@ -82,13 +82,11 @@ def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of cells that a run or its shard plans, and ``pending``: those without a record, which
-    the command ``again`` measures, or whose search for a RAM floor has not ended.
-    """
+    """How much of a run, or of its shard, was measured."""
 
     planned: int
-    pending: tuple[Cell, ...]
-    again: str
+    pending: tuple[Cell, ...]  # without a record, or a search for a RAM floor that has ended
+    again: str  # the command that measures these
     is_search: bool = False
 
     def __str__(self) -> str:
@@ -124,10 +122,8 @@ class Records:
 
 
 def append(run: Path, result: Result) -> Result:
-    """Append ``result`` to the run's records, sync the file, and return the appended result.
-
-    A result that ``read`` would refuse is recorded as ``measurement_failed``, with a message that names
-    the impossible value. If the file cannot be written, RecordError is raised, and no line added.
+    """Append ``result`` to the run's records, sync the file, and return the appended result: a failed
+    measurement if ``read`` would refuse it. If it cannot be written, raise RecordError, and add no line.
     """
     cell, path = result.cell, run / RECORDS
     try:
@@ -139,10 +135,8 @@ def append(run: Path, result: Result) -> Result:
         line, result = _line(failed)
     with writing(path, f"; the measurement of {cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
         no_link(path, run)
-        path.touch()
-        with path.open("r+b", buffering=0) as file:
+        with path.open("a+b", buffering=0) as file:
             _mend_tail(file)
             start = file.tell()
             try:
@@ -152,15 +146,12 @@ def append(run: Path, result: Result) -> Result:
             except OSError:
                 file.truncate(start)
                 raise
-        if is_new:
-            sync(run)
+        sync(run)  # of a new file
     return result
 
 
 def _line(result: Result) -> tuple[bytes, Result]:
-    """Return a result as a line of JSON, and as a reader gets it from that line, but with the cell that
-    was planned: a reader finds lists for tuples, and "?" for what cannot be printed.
-    """
+    """Return a result as a line of JSON, and as a reader gets it, but with the cell that was planned."""
     cell, texts = result.cell, (result.message, *result.warnings)
     if all(isinstance(text, str) for text in texts):  # what a process sent is checked below
         message, *warnings = map(masked, texts)
@@ -350,21 +341,16 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
             install.upgrade(),
         )
     try:
-        cleaned = checked(value)
-        if kind is Plan and isinstance(value, dict) and "settings" in value:
-            # With these settings the run goes on; no report has them.
-            cleaned["settings"] = value["settings"]
-        return msgspec.convert(cleaned, kind)
+        # The run goes on with its plan's settings as they are; no report has them.
+        return msgspec.convert(checked(value, is_cell=kind is Plan), kind)
     except ValueError as error:  # of msgspec too: a wrong type, and where
         raise RecordError(f"{place}: {one_line(str(error))}", repair) from None
 
 
 def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool = False) -> Any:
-    """Return a record's JSON value, with "?" for each unprintable character in its texts and keys,
-    except in what a user chooses in a cell, such as options: its name follows from it.
-
-    An amount in bytes, ns or faults below 0 or above 2**63 - 1 raises ValueError, and so does a phase
-    that ends before its start, or a ``ready_ns`` below ``load_ns``.
+    """Return a record's JSON value, with "?" for each unprintable character in its texts and keys, except in
+    what a user chooses in a cell, such as options: its name follows from it. An amount in bytes, ns or
+    faults below 0 or above 2**63 - 1 raises ValueError, and so do times in the wrong order.
     """
     if isinstance(value, str):
         return value if value.isprintable() and "::" not in value else printable(value, "\n\t")
@@ -388,9 +374,8 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
 
 
 def read_samples(run: Path, path: str | None) -> list[Sample]:
-    """Return the samples in a file of a run, the oldest first; without rows that lack a value which
-    ``Sample`` requires. A file that is missing, unreadable or outside of the run's folder has none: a
-    stranger may have written the record.
+    """Return the whole samples in a file of a run, the oldest first. A file that is missing, unreadable or
+    outside of the run's folder has none: a stranger may have written the record.
     """
     if path is None or PurePath(path).is_absolute() or ".." in PurePath(path).parts:
         return []

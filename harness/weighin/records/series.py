@@ -1,33 +1,52 @@
-"""Name and summarise the repeats of a measurement (a series); compare series by RAM limits and by ranks."""
+"""What follows from a run's results: rows and series (the repeats of a measurement), with their names, verdicts
+and RAM floors, and comparisons by RAM limits and by ranks.
+
+A row is a dict with the settings in ``DIMENSIONS`` and the figures in ``metrics.COLUMNS``.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import chain, compress
 from math import inf
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from weighin.cell import Cell
+from weighin.records import metrics
 from weighin.records.floor import Floor, floors, searched, why_stopped
-from weighin.records.metrics import (
-    METRICS,
-    PHASE_FIGURES,
-    charge,
-    grouped,
-    latest,
-    middle,
-    outcome_of,
-    phases_of_load,
-)
+from weighin.records.metrics import COLUMNS, METRICS, grouped, latest, middle, outcome_of
 from weighin.records.run_folder import Records
-from weighin.records.verdict import Judgement, Typical, typical
-from weighin.result import Outcome, Result
+from weighin.records.verdict import Judgement, Typical, judge_all, typical
+from weighin.result import NOT_DROPPED, Outcome, Result
 from weighin.text import one_line
-from weighin.units import format_exact
+from weighin.units import format_exact, format_latency, format_rate
+
+Row = dict[str, Any]
 
 STRATEGY: Final = 1  # the position of a word in the name of a series (``name_of``)
 FORMAT: Final = 2
+# Measurements with the same strategy and the same values of these properties are repeats (one series).
+DIMENSIONS: Final[dict[str, Callable[[Result], Any]]] = {
+    "operation": lambda one: one.cell.operation,
+    "model": lambda one: one.cell.model.title,
+    "device": lambda one: one.cell.device,
+    "ram_limit_bytes": lambda one: one.cell.ram_limit_bytes,
+    "vram_limit_bytes": lambda one: one.cell.vram_limit_bytes,
+    "disk": lambda one: (rate := one.cell.disk_bytes_per_s) and format_rate(rate),
+    "disk_latency": lambda one: (time_ns := one.cell.disk_latency_ns) and format_latency(time_ns),
+    "ranks": lambda one: str(one.cell.ranks) if one.cell.ranks > 1 else None,
+    "use": lambda one: one.cell.after_load if one.cell.operation == "load" else None,
+    "format": lambda one: one.cell.format,
+    "dtype": lambda one: one.cell.dtype,
+    "cache": lambda one: one.cache,
+    "isolation": lambda one: one.cell.isolation,
+    "options": lambda one: ", ".join(option_words(one.cell)),
+}
+IN_LABELS: Final = ("format", "options")
+"""These settings are a part of a row's label, where the rows of a strategy differ in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +172,12 @@ def _series(group: Sequence[Result], of_search: Sequence[Floor]) -> Series:
     good = [result for result in group if result.outcome is Outcome.OK]
     values = {name: [metric.of(result) for result in good] for name, metric in METRICS.items()}
     values["floor"] = [floor.bytes for floor in of_search]
-    named = (each for one in good for each in phases_of_load(one))
+    named = (each for one in good for each in metrics.phases_of_load(one))
     phases = dict[str, dict[str, int]]()
     for name, found in grouped(named, lambda each: each[0]).items():
         medians = {
-            k: middle(read(phase) for _, phase in found) for k, read in PHASE_FIGURES.items()
+            k: middle(read(phase) for _, phase in found)
+            for k, read in metrics.PHASE_FIGURES.items()
         }
         phases[name] = {key: value for key, value in medians.items() if value is not None}
     return Series(
@@ -207,9 +227,7 @@ def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | Non
         }
         cells = tuple(searched(group[0].cell) for group in rows)
         labels = list(map(labels_among(cells), cells))
-        size = next(
-            (one.result.model_bytes for one in fields.values() if one.result.model_bytes), None
-        )
+        size = next(filter(None, (one.result.model_bytes for one in fields.values())), None)
         built.append(Matrix(scene(ours[0].cell), cells, labels, tuple(ordered), fields, size))
     return built
 
@@ -247,8 +265,120 @@ def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
         ordered = sorted(group, key=lambda each: each.cell.ranks)
         by_ranks = grouped(ordered, lambda each: each.cell.ranks)
         if max(by_ranks) > 1:
-            medians = {ranks: middle(map(charge, same)) for ranks, same in by_ranks.items()}
+            medians = {ranks: middle(map(metrics.charge, same)) for ranks, same in by_ranks.items()}
             charges = {ranks: size for ranks, size in medians.items() if size is not None}
             model = next((each.model_bytes for each in group if each.model_bytes), None)
             series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, model))
     return series
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run's results, the last record of each cell, with what follows from them, each computed once.
+    ``missing`` is the number of planned cells without a record, and None for a run without a plan.
+    """
+
+    results: Sequence[Result]
+    warnings: Sequence[str] = ()
+    missing: int | None = None
+    folder: Path = Path()
+
+    @classmethod
+    def of(cls, folder: Path, records: Records) -> "Measured":
+        return cls(latest(records.results), records.warnings, records.missing, folder)
+
+    @cached_property
+    def by_series(self) -> dict[str, list[Result]]:
+        return grouped(self.results, lambda one: one.cell.series)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """A row for each series, with the median and range of every figure: of its ok repeats, if any."""
+        return [_summary(group) for group in self.by_series.values()]
+
+    @cached_property
+    def judgements(self) -> Mapping[str, Judgement | None]:
+        return judge_all(self.results)
+
+    @cached_property
+    def floors(self) -> list[Floor]:
+        return floors(self.results)
+
+    @property
+    def has_floors(self) -> bool:
+        return any(floor.bytes is not None for floor in self.floors)
+
+    @cached_property
+    def matrices(self) -> list[Matrix]:
+        return matrices(self.results, self.judgements)
+
+    @cached_property
+    def ranks(self) -> list[RankSeries]:
+        return over_ranks(self.results)
+
+    def rows_of(self, results: Iterable[Result]) -> list[Row]:
+        ours = {result.cell.series for result in results}
+        return [row for row in self.rows if row["group"] in ours]
+
+
+def values(rows: Iterable[Row], name: str) -> list[Any]:
+    """Return the different values of a column, in the order of the rows; None counts as a value."""
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def split(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    """Group the rows by their values in the columns ``names``, and keep the order of the rows."""
+    return grouped(rows, lambda row: tuple(row[name] for name in names))
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the settings, such as "model", in which the rows differ; without "format" if
+    each strategy was measured with only one checkpoint format.
+    """
+    one_format = all(
+        len(values(group, "format")) == 1 for group in split(rows, ["strategy"]).values()
+    )
+    differing = (name for name in DIMENSIONS if len(values(rows, name)) > 1)
+    return [name for name in differing if not (name == "format" and one_format)]
+
+
+def cells_of(rows: Iterable[Row]) -> list[Cell]:
+    return [row["cell"] for row in rows]
+
+
+def row_of(result: Result) -> Row:
+    """Return the row of one repeat."""
+    figures = {key: column.read(result) for key, column in COLUMNS.items()}
+    times = {key: one for key, one in figures.items() if COLUMNS[key].unit == "ns"}
+    seconds = {key: None if time_ns is None else time_ns / 1e9 for key, time_ns in times.items()}
+    return {
+        "group": result.cell.series,
+        "cell": result.cell,
+        "strategy": result.cell.strategy,
+        **{name: read(result) for name, read in DIMENSIONS.items()},
+        "outcome": result.outcome.value,
+        "last_phase": result.last_phase,
+        "message": result.message,
+        "needed_is_sampled": result.ran is not None and result.ran.needed_is_sampled,
+        "repeat": result.cell.repeat,
+        **figures,
+        **seconds,
+    }
+
+
+def _summary(group: Sequence[Result]) -> Row:
+    rows = [row_of(result) for result in group]
+    good = [row for row in rows if row["outcome"] == Outcome.OK]
+    ended = next((row for row in rows if row["outcome"] != Outcome.OK), rows[0])
+    row = next((row for row in rows if row["cache"] == NOT_DROPPED), rows[0]).copy()
+    row |= {name: ended[name] for name in ("last_phase", "message")}
+    row |= {
+        "outcome": outcome_of(each.outcome for each in group),
+        "repeats": len(rows),
+        "ok": len(good),
+    }
+    for name in COLUMNS:
+        known = [value for each in good or rows if (value := each[name]) is not None]
+        low, high = min(known, default=None), max(known, default=None)
+        row |= {name: middle(known), f"{name}_min": low, f"{name}_max": high}
+    return row

@@ -22,10 +22,8 @@ from weighin.records.metrics import (
     per_model,
     sum_of_peaks,
     through_first_pass_ns,
-    unreclaimable,
 )
-from weighin.records.run import IN_LABELS, Measured, Row, cells_of, varying
-from weighin.records.series import Matrix, labels_among
+from weighin.records.series import IN_LABELS, Matrix, Measured, Row, cells_of, labels_among, varying
 from weighin.records.verdict import Typical, Verdict
 from weighin.result import Kill, OpenFile, Outcome, Process, Ran, Result, Sample, Stack
 from weighin.show import words
@@ -131,6 +129,13 @@ def ranks(run: Measured) -> Iterator[Table]:
     ]
     if rows:
         yield Table("Memory of all ranks", columns, rows, [*NOTE_RANKS, words.shared(run)])
+
+
+def unreclaimable(result: Result) -> int | None:
+    """Return the sampled maximum of the ranks' anonymous and shared memory, above the imports'."""
+    most = result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
+    before = result.import_bytes
+    return None if most is None or before is None else max(0, most - before)
 
 
 def uses(run: Measured) -> Iterator[Table]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from weighin import __version__
 from weighin.records import run_folder
-from weighin.records.run import Measured
+from weighin.records.series import Measured
 from weighin.show import style, words
 from weighin.show.report import FIGURES, document
 from weighin.show.table import Table, escape

@@ -6,12 +6,11 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.records.run import Measured, Row, cells_of, has, varying
-from weighin.records.series import Matrix, labels_among
+from weighin.records.series import Matrix, Measured, Row, cells_of, labels_among, varying
 from weighin.result import Outcome
 from weighin.show import findings, words
 from weighin.show import style as look
-from weighin.show.report import SCENE
+from weighin.show.report import SCENE, has
 from weighin.show.words import KINDS
 from weighin.text import one_line
 from weighin.units import GIB

@@ -4,7 +4,7 @@ A table has a row for the repeats of each measurement. A setting in which rows d
 dtype, is a column; a setting that all rows share is in the caption.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -13,20 +13,17 @@ from typing import Any, Final
 from weighin.records.explanation import answer as explained
 from weighin.records.floor import Aim, Floor
 from weighin.records.metrics import COLUMNS, Metric, grouped
-from weighin.records.run import (
+from weighin.records.series import (
     DIMENSIONS,
     IN_LABELS,
-    OF_SERIES,
     Measured,
     Row,
     cells_of,
-    has,
-    is_below_import,
+    labels_among,
     split,
     values,
     varying,
 )
-from weighin.records.series import labels_among
 from weighin.records.verdict import Verdict
 from weighin.result import Outcome
 from weighin.show import words
@@ -44,6 +41,13 @@ _APART: Final = ("operation", "model", "device")
 SCENE: Final = tuple(name for name in DIMENSIONS if name not in IN_LABELS)
 """Rows that are equal in all of these settings are compared with each other."""
 _MOST_SCENES: Final = 16
+_TEXTS: Final = (
+    "group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message", "needed_is_sampled",
+)  # fmt: skip
+OF_CELLS: Final = (*_TEXTS, "repeat", *COLUMNS)
+OF_SERIES: Final = (
+    *_TEXTS, "repeats", "ok", *(f"{name}{end}" for name in COLUMNS for end in ("", "_min", "_max")),
+)  # fmt: skip
 _IN_TERMINAL: Final = 3  # sentences
 
 
@@ -146,6 +150,20 @@ def figures_of(rows: Sequence[Row]) -> list[Metric]:
         and (key not in OF_USES or words.has_uses(rows))
         and (key != ABOVE_IMPORT or not is_below_import(rows))
     ]
+
+
+def has(rows: Iterable[Row], name: str) -> bool:
+    return any(row[name] is not None for row in rows)
+
+
+def is_below_import(rows: Iterable[Row]) -> bool:
+    """Return whether every loaded model is smaller than the memory of ``import torch``, so that the memory
+    above the import does not show how many copies a load made.
+    """
+    loads = [row for row in rows if row["operation"] == "load"]
+    sizes = [(row["model_bytes"] or 0, row["baseline_rss_bytes"]) for row in loads]
+    below = [size < before for size, before in sizes if before is not None]
+    return bool(below) and all(below)
 
 
 def explained_figures(rows: Sequence[Row] = ()) -> list[tuple[str, str, str, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.records.run import Row, varying
+from weighin.records.series import Row, varying
 from weighin.show import words
 from weighin.text import printable
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from weighin.records.run import Measured, Row, cells_of, values
 from weighin.records.run_folder import read_samples
-from weighin.records.series import labels_among
+from weighin.records.series import Measured, Row, cells_of, labels_among, values
 from weighin.result import Outcome, Phase, Sample, phases_of
 from weighin.show import style as look
 from weighin.show import words

@@ -7,7 +7,7 @@ from typing import Any, Final
 from weighin.cell import FORWARD, NONE
 from weighin.records.machine import policy_of, settings_of
 from weighin.records.metrics import COLUMNS, grouped
-from weighin.records.run import DIMENSIONS, Measured, Row, split, values, varying
+from weighin.records.series import DIMENSIONS, Measured, Row, split, values, varying
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
 from weighin.result import NOT_DROPPED, Outcome, Result
 from weighin.text import few, markdown

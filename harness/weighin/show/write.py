@@ -16,12 +16,11 @@ from weighin.errors import UnknownName
 from weighin.files import write_bytes
 from weighin.records import run_folder
 from weighin.records.metrics import COLUMNS, METRICS
-from weighin.records.run import OF_CELLS, OF_SERIES, Measured, Row, row_of
 from weighin.records.run_folder import Records
-from weighin.records.series import Series, name_of, summarise
+from weighin.records.series import Measured, Row, Series, name_of, row_of, summarise
 from weighin.result import Outcome, Sample
 from weighin.show import page, style, words
-from weighin.show.report import csv_columns, document, whole
+from weighin.show.report import OF_CELLS, OF_SERIES, csv_columns, document, whole
 from weighin.show.table import escaped, markdown
 
 if TYPE_CHECKING:  # the import of each takes half a second
