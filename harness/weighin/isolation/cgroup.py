@@ -110,11 +110,11 @@ def _enables_memory(folder: Path) -> bool:
                 return False
         else:
             return True
-        with suppress(OSError):
+        with suppress(OSError):  # a group of threads cannot be read
             leaf.mkdir(exist_ok=True)
-        for pid in (folder / "cgroup.procs").read_text().split():
-            with suppress(OSError):  # it has ended, or is not to be moved
-                (leaf / "cgroup.procs").write_text(pid)
+            for pid in (folder / "cgroup.procs").read_text().split():
+                with suppress(OSError):  # it has ended, or is not to be moved
+                    (leaf / "cgroup.procs").write_text(pid)
     return False
 
 
