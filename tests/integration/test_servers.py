@@ -152,10 +152,6 @@ def test_another_server_at_the_address_is_an_error(weighin: CommandLine, port: i
     ("options", "message"),
     [
         (["--ready", "a("], "--ready: 'a(' is not a regular expression"),
-        (
-            ["--ready", "a", "--ready-url", "http://x/"],
-            "--ready-url: it cannot be combined with --ready",
-        ),
         (["--ready-url", "https://x/"], "--ready-url: 'https://x/' is not an HTTP address"),
     ],
 )

@@ -39,8 +39,6 @@ def plan(
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     use_paths = registry.chosen_uses(settings.uses)
-    for name in settings.format:
-        formats.known(name)  # raises for an unknown format before the isolation is tested
     isolation, note = choose(settings, nodes)
     planned = cells_of(
         settings, models, strategies, isolation.name, chosen.dtypes, chosen.own_formats

@@ -154,6 +154,9 @@ _Dtype = Annotated[
 ]
 _Path = Annotated[Path, PlainSerializer(str)]
 _Pattern = Annotated[str, AfterValidator(_check_pattern)]
+_Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
+_Label = Annotated[str, AfterValidator(lambda name: printable(name) or "command")]
+_Names = Annotated[list[str], BeforeValidator(_listed)]
 _Word = Annotated[str, Field(coerce_numbers_to_str=True)]
 _Variables = Annotated[dict[str, _Word], BeforeValidator(partial(_as_environment, ""))]
 _OF_LOAD = r"PYTHONPATH|PYTHONDONTWRITEBYTECODE|HOME|WEIGHIN_.*"
@@ -238,11 +241,7 @@ class SuiteModel(Strict):
 class SuiteCommand(Strict):
     """One command of a suite, or the command of a command line."""
 
-    name: Annotated[
-        str,
-        AfterValidator(lambda name: printable(name) or "command"),  # terminals show the name
-        Option(HOW, "run floor", "NAME"),
-    ]
+    name: Annotated[_Label, Option(HOW, "run floor", "NAME")]
     """What the command is called in reports and baselines. Each command has its own name."""
     command: Annotated[
         list[_Word],
@@ -321,17 +320,13 @@ class Load(Strict):
         Option(WHAT, "bench floor predict", "NAMES", ("--strategies", "--strategy", "-s"), True),
     ] = Field(default_factory=_usual_strategies)
     """Ways of loading: names of `weighin list strategies`, files (./mine.py), or all. Default: six, or for saves all."""
-    device: Annotated[
-        str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$"), Option(LIMITS, _LOADS, "DEVICE")
-    ] = "cpu"
+    device: Annotated[_Device, Option(LIMITS, _LOADS, "DEVICE")] = "cpu"
     """Where the model is loaded to: cpu, cuda or cuda:1."""
     dtype: Annotated[_Dtype, Option(WHAT, _LOADS, "DTYPE")] = "auto"
     """The loaded model's dtype: float32, bfloat16, float16, or auto, that of a Hugging Face folder's config.json, else float32."""
     cache: Annotated[Literal["cold", "warm"], Option(HOW, "bench", "STATE")] = "cold"
     """Whether the checkpoint is out of the page cache when the load begins (cold), or was read just before (warm)."""
-    format: Annotated[
-        Annotated[list[str], BeforeValidator(_listed)], Option(WHAT, "bench floor predict", "NAMES")
-    ] = []
+    format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: what each strategy reads."""
     passes: Annotated[int, Field(ge=1)] = 1
     """The number of forward passes of the use forward: each reads a mapped model that is larger than the limit again."""
