@@ -104,7 +104,7 @@ def check(*, in_container: bool) -> None:
         why = "this user cannot open /dev/fuse"
         repair = "modprobe fuse; a container needs --device /dev/fuse --cap-add SYS_ADMIN"
     elif in_container and os.geteuid():
-        why, repair = "a container can read only root's", "use --isolation cgroup"
+        why, repair = "a container reads only what root has mounted", "use --isolation cgroup"
     else:
         return
     message = f"weighin slows a disk down with FUSE, which does not work here: {why}"

@@ -206,14 +206,14 @@ class Cgroup:
         return self.path / (_FILES[name][self.version - 1] or f"no {name} on v{self.version}")
 
     def read(self, name: str) -> int | None:
-        text = _read(self.file(name)).strip()
+        text = text_of(self.file(name))
         return int(text) if text.isdigit() else None
 
     def numbers(self, name: str) -> dict[str, int]:
-        return parse_numbers(_read(self.file(name)))
+        return parse_numbers(text_of(self.file(name)))
 
     def read_stat(self) -> dict[str, int]:
-        return self.parse_stat(_read(self.file("stat")))
+        return self.parse_stat(text_of(self.file("stat")))
 
     def parse_stat(self, text: str) -> dict[str, int]:
         """Return the numbers of memory.stat, of the group and those below it, by v2's names."""
@@ -251,7 +251,7 @@ class Cgroup:
 
     def counters(self) -> Counters:
         oom = self.numbers("oom")
-        psi = _read(self.pressure_path) if self.pressure_path else ""
+        psi = text_of(self.pressure_path) if self.pressure_path else ""
         stalls_us = re.findall(r"^(some|full) .*total=(\d+)", psi, re.MULTILINE)
         stalls_ns = {kind: int(us) * 1000 for kind, us in stalls_us}
         return Counters(
@@ -290,7 +290,7 @@ def room_in(folder: Path) -> int | None:
 
 
 def read_machine_oom_kills() -> int | None:
-    return parse_numbers(_read(Path("/proc/vmstat"))).get("oom_kill")
+    return parse_numbers(text_of(Path("/proc/vmstat"))).get("oom_kill")
 
 
 def grown(before: int | None, after: int | None) -> int | None:
@@ -301,8 +301,8 @@ def parse_numbers(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # this kernel lacks the file, or the group was removed
-        return ""
+def text_of(path: Path) -> str:
+    """Return the stripped text of a kernel's file; empty if the kernel lacks it, or the group was removed."""
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""

@@ -13,7 +13,7 @@ import psutil
 
 from weighin import __version__
 from weighin.child_process import CODE_PATH
-from weighin.probes.cgroup import memory_hierarchy, mounts
+from weighin.probes.cgroup import memory_hierarchy, mounts, text_of
 from weighin.result import USUAL_PAGE_BYTES
 from weighin.text import masked
 from weighin.units import KIB
@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
         "cgroup_version": hierarchy[0] if hierarchy else None,
         # The file has the chosen word in brackets: "always [madvise] never".
         "thp": pages.partition("[")[2].partition("]")[0] if pages else None,
-        "governor": text_of(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
+        "governor": text_of(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")) or None,
         "psi": Path("/proc/pressure/memory").exists(),
         "settings": settings(),
     } | ({} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE})
@@ -69,12 +69,9 @@ def read_ahead_bytes(path: Path) -> int:
     """Return how many bytes the kernel reads ahead on a page fault in a file at or below ``path``."""
     device = _nearest(path).stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
+    block = f"dev/block/{number}"
     # A partition has its disk's setting in the folder above.
-    for folder in (
-        f"class/bdi/{number}",
-        f"dev/block/{number}/queue",
-        f"dev/block/{number}/../queue",
-    ):
+    for folder in (f"class/bdi/{number}", f"{block}/queue", f"{block}/../queue"):
         if text := text_of(_SYSFS / folder / "read_ahead_kb"):
             return int(text) * KIB
     return 128 * KIB  # the default of Linux
@@ -82,14 +79,6 @@ def read_ahead_bytes(path: Path) -> int:
 
 def _nearest(path: Path) -> Path:
     return next(each for each in (path, *path.absolute().parents) if each.exists())
-
-
-def text_of(path: Path) -> str | None:
-    """Return the stripped text of a file in /sys; None if the running kernel lacks it."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
 
 
 def code() -> dict[str, Any]:
