@@ -43,7 +43,7 @@ def killed(anon: list[int], *, shmem: int = 0, **ran: Any) -> tuple[Result, list
         Outcome.OOM_KILLED,
         limit=600 * MIB,
         needed=anon[-1] + shmem,
-        peak_ns=samples[-1].t_ns,
+        at_peak=samples[-1],
         kills=(Kill(PID, "python", is_main=True),),
         **ran,
     )
@@ -378,7 +378,7 @@ def cached(held: int) -> tuple[Result, list[Sample]]:
         limit=300 * MIB,
         needed=held,
         peaks=Peaks(cgroup_bytes=300 * MIB),
-        peak_ns=samples[0].t_ns,
+        at_peak=samples[0],
     )
     return result, samples
 

@@ -23,11 +23,11 @@ _MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more
 _WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
 _LEAST_STACKS: Final = 3
 
-_FRAME: Final = r"(?P<function>.*) \((?P<path>.*):(?P<line>\d+)\)"
+_FRAME: Final = r"(.*) \((.*):(\d+)\)"
 _INSTALLED: Final = (
     r"(?:.*/)?(?:site-packages|dist-packages|lib(?:64)?/python\d(?:\.\d+)?t?)/(?P<inside>.*)"
 )
-# These match in a line "function path/file.py".
+# These match a frame's ``call``, "function path/file.py".
 _WAITS: Final = (
     r"(?:_?wait|waitpid|wait4|poll|select|join|acquire|sleep|_?recv|accept|(?:monitored_)?barrier) |"
     r".*/python\d[^/]*/(?:threading|selectors|queue|socket|subprocess|multiprocessing/\w+|concurrent/futures/\w+)\.py$"
@@ -79,11 +79,15 @@ class Frame:
     def place(self) -> str:
         return f"{self.file}:{self.line}"
 
+    @property
+    def call(self) -> str:
+        return f"{self.name.rpartition('.')[2]} {self.path}"
+
 
 def read_all(texts: Iterable[str]) -> tuple[Frame, ...]:
     """Parse the frames of a stack, the innermost first; leave out texts of another form."""
-    matches = (match for text in texts if (match := re.fullmatch(_FRAME, text)))
-    return tuple(Frame(match["function"], match["path"], int(match["line"])) for match in matches)
+    found = [match.groups() for text in texts if (match := re.fullmatch(_FRAME, text))]
+    return tuple(Frame(function, path, int(line)) for function, path, line in found)
 
 
 def own(frames: Iterable[Frame]) -> Frame | None:
@@ -91,27 +95,25 @@ def own(frames: Iterable[Frame]) -> Frame | None:
 
 
 class Place:
-    """The innermost line of the program that ran when ``stack`` was recorded; it called the ``inner`` frames."""
+    """The innermost line of the program that ran when ``stack`` was recorded, and the frames that it ``called``."""
 
     def __init__(self, stack: Stack, frames: tuple[Frame, ...]) -> None:
         self.frame = own(frames) or frames[0]
         self.stack, self.frames, self.pid = stack, frames, stack.pid
-        self.inner = frames[: frames.index(self.frame)]
-        self.waits = self.runs(_WAITS, frames[:1]) or (
-            not self.inner and bool(re.search(_WAITS_HERE, stack.code))
-        )
+        self.called = frames[: frames.index(self.frame)]
+        waits_here = not self.called and re.search(_WAITS_HERE, stack.code)
+        self.waits = bool(re.match(_WAITS, frames[0].call) or waits_here)
         self.copies = self.runs(_LOADS) or ".copy_(" in stack.code
         self.builds = self.runs(_BUILDS) and not self.copies
 
-    def runs(self, pattern: str, frames: Sequence[Frame] | None = None) -> bool:
-        """Return whether one of the frames, by default any, is of such a function or file."""
-        chosen = self.frames if frames is None else frames
-        return any(re.match(pattern, f"{one.name.rpartition('.')[2]} {one.path}") for one in chosen)
+    def runs(self, pattern: str) -> bool:
+        """Return whether the line's function, or one that it called, matches, by its name or file."""
+        return any(re.match(pattern, frame.call) for frame in (*self.called, self.frame))
 
     @property
     def title(self) -> str:
         """The line, with the function that it called or is in: "`load_state_dict` (script.py:14)"."""
-        called = self.inner[-1] if self.inner else self.frame
+        called = self.called[-1] if self.called else self.frame
         name = "import" if called.is_import else called.name
         return f"`{name}` ({self.frame.place})" if name else self.frame.place
 
@@ -128,19 +130,17 @@ class Cause:
 class Facts:
     """Facts from a command's record; all sizes are those at the command's highest memory use.
 
-    ``place`` is the line that ran last near the peak: None without a stack, or if all threads waited. Its
-    ``process`` mapped less than half of the checkpoint ``files``.
+    ``place`` is the line that ran last near the peak, if any; its ``process`` read the checkpoint ``files``.
     """
 
     def __init__(self, result: Result, ran: Ran, samples: Sequence[Sample]) -> None:
         self.result, self.ran, self.samples = result, ran, samples
-        self.killed = result.outcome is Outcome.OOM_KILLED
         self.present = [process for process in ran.processes if process.anon_bytes is not None]
         self.processes = {process.pid: process for process in ran.processes}
-        self.holder = max(self.present, key=held_by, default=None)
-        self.at_peak = ran.at_peak or self._sample_at(ran.peak_ns)
+        shared = sum(process.shmem_bytes or 0 for process in self.present)
+        anon = sum(map(held_by, self.present)) - shared
+        self.at_peak = ran.at_peak or Sample(0, 0, anon, 0, shared, 0, 0, 0)
         self.held_bytes = self.at_peak.anon_bytes + self.at_peak.shmem_bytes
-        self.needed_bytes = max(ran.needed_bytes or 0, self.held_bytes)
         found = [Place(one, frames) for one in ran.stacks if (frames := read_all(one.frames))]
         self.places = sorted(found, key=lambda one: (one.stack.usage_bytes, one.stack.t_ns))
         self.place = self._last_place()
@@ -163,7 +163,7 @@ class Facts:
             grown = (process.grown_bytes if process else None) or 0
             return place.stack.usage_bytes, place.stack.t_ns, grown
 
-        last, least = None, _NEAR * self.needed_bytes
+        last, least = None, _NEAR * max(self.ran.needed_bytes or 0, self.held_bytes)
         near = [one for one in self.places if one.stack.usage_bytes >= least]
         for place in sorted(near, key=weight, reverse=True):
             if place.waits:
@@ -182,14 +182,8 @@ class Facts:
         seen_ns = [file.seen_ns for file in files if file.seen_ns is not None]
         if len(seen_ns) < len(files) or not self.samples:
             return 0
-        return self.at_peak.anon_bytes - self._sample_at(min(seen_ns)).anon_bytes
-
-    def _sample_at(self, t_ns: int | None) -> Sample:
-        if self.samples and t_ns is not None:
-            return min(self.samples, key=lambda sample: abs(sample.t_ns - t_ns))
-        shared = sum(process.shmem_bytes or 0 for process in self.present)
-        held = sum(map(held_by, self.present))
-        return Sample(0, held, held - shared, 0, shared, 0, 0, 0)
+        opened = min(self.samples, key=lambda sample: abs(sample.t_ns - min(seen_ns)))
+        return self.at_peak.anon_bytes - opened.anon_bytes
 
 
 def held_by(process: Process) -> int:
@@ -243,7 +237,7 @@ def _need(facts: Facts) -> str:
     if needed is None:
         return ""
     amount = f"{size(needed)} of {_kinds(facts, needed)}"
-    if facts.killed:
+    if facts.result.outcome is Outcome.OOM_KILLED:
         return f"The command had {amount}, not counting page cache, and tried to allocate more."
     text = f"The command needs {'at least ' * facts.ran.needed_is_sampled}{amount}"
     if (peak := peaks.cgroup_bytes) is None:
@@ -255,13 +249,11 @@ def _need(facts: Facts) -> str:
 
 
 def _kinds(facts: Facts, needed: int) -> str:
-    at_peak, kills = facts.at_peak, facts.ran.kills
-    locked = at_peak.locked_bytes or 0
-    anonymous = max([at_peak.anon_bytes, *(kill.anon_bytes or 0 for kill in kills)])
-    # The kernel's own mark (v1) or its log of a kill may be higher than the last sample.
-    marks = [facts.result.peaks.kernel_bytes, *(kill.kernel_bytes for kill in kills)]
-    mark = max(each or 0 for each in marks) - (at_peak.kernel_reclaimable_bytes or 0)
-    kernel = min(mark, needed - facts.held_bytes - locked)
+    at_peak, peaks = facts.at_peak, facts.result.peaks
+    anonymous = max([at_peak.anon_bytes, *(kill.anon_bytes or 0 for kill in facts.ran.kills)])
+    locked, caches = at_peak.locked_bytes or 0, at_peak.kernel_reclaimable_bytes or 0
+    # The kernel's own mark (v1) may be higher than the last sample.
+    kernel = min((peaks.kernel_bytes or 0) - caches, needed - facts.held_bytes - locked)
     sizes = {
         "anonymous": min(anonymous, needed),
         "shared": at_peak.shmem_bytes,
@@ -276,20 +268,13 @@ def _kinds(facts: Facts, needed: int) -> str:
 
 
 def _where(facts: Facts) -> str:
-    place, holder = facts.place, facts.holder
-    if facts.needed_bytes < _LEAST_BYTES and not facts.killed:
-        place = None
-    if not place and holder and held_by(holder) <= facts.held_bytes // 2:
-        holder = None
-    process = facts.processes.get(place.pid) if place else holder
-    by = f" in {_title_of(process)}" if process and len(facts.present) > 1 else ""
+    place, process = facts.place, facts.process
     marks = [mark.text for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
-    text = "Most of this memory was"
     if place:
-        return f"{text} in use when {place.title} ran{by}."
-    if marks:
-        return f"{text} in use after the command printed {marks[-1]!r}{by}."
-    return f"{text}{by}." if by else ""
+        by = f" in {_title_of(process)}" if process and len(facts.present) > 1 else ""
+        return f"Most of this memory was in use when {place.title} ran{by}."
+    text = "Most of this memory was in use after the command printed"
+    return f"{text} {marks[-1]!r}." if marks else ""
 
 
 def _cache(facts: Facts) -> str:
@@ -338,8 +323,8 @@ def _whole_file(facts: Facts) -> Cause | None:
     place, process = facts.place, facts.process
     if place is None or process is None:
         return None
-    parses = place.runs(_PARSES, place.inner)
-    reads = place.runs(_READS, place.inner) or re.search(_READS_WHOLE, place.stack.code)
+    parses = place.runs(_PARSES)
+    reads = place.runs(_READS) or re.search(_READS_WHOLE, place.stack.code)
     for file in process.files if parses or reads else ():
         if file.mapped_bytes or file.position_bytes is None:
             continue
@@ -398,7 +383,7 @@ def _copy_on_write(facts: Facts) -> Cause | None:
 
 def _held(facts: Facts) -> Cause | None:
     """What the kinds of memory, the kernel's log or the processes show, without a stack."""
-    held, shared, holder = facts.held_bytes, facts.at_peak.shmem_bytes, facts.holder
+    held, shared, first = facts.held_bytes, facts.at_peak.shmem_bytes, facts.ran.pid
     if held >= _LEAST_BYTES and shared >= held // 2:
         words = f"{size(shared)} of the memory is shared memory: files in /dev/shm or another tmpfs, or shared mappings."
         return Cause(
@@ -408,9 +393,10 @@ def _held(facts: Facts) -> Cause | None:
         words = "The command did not reach its own limit, but that of another cgroup."
         return Cause("a limit around", words, "Raise the limit of that cgroup.")
     # Without the first process, the children are what a killed parent left.
-    if held < _LEAST_BYTES or not holder or facts.ran.pid not in [p.pid for p in facts.present]:
+    if held < _LEAST_BYTES or first not in [process.pid for process in facts.present]:
         return None
-    if holder.pid != facts.ran.pid and held_by(holder) >= 0.7 * sum(map(held_by, facts.present)):
+    holder = max(facts.present, key=held_by)
+    if holder.pid != first and held_by(holder) >= 0.7 * sum(map(held_by, facts.present)):
         child = f"{_title_of(holder)} has {size(held_by(holder))}"
         return Cause("a child", f"A child process of the command has most of the memory: {child}.")
     return None
@@ -419,7 +405,7 @@ def _held(facts: Facts) -> Cause | None:
 def _growth(facts: Facts) -> Cause | None:
     """Three stacks or more at one line, between which memory grew."""
     place = facts.place
-    if place is None or re.fullmatch(_FILLS, place.stack.code) or place.runs(_KEEPS, place.inner):
+    if place is None or re.fullmatch(_FILLS, place.stack.code) or place.runs(_KEEPS):
         return None
     stacks = [one.stack for one in facts.places if (one.pid, one.frame) == (place.pid, place.frame)]
     rise = sorted({(one.t_ns, one.usage_bytes) for one in stacks if one.t_ns <= place.stack.t_ns})
