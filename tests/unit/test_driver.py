@@ -37,7 +37,6 @@ SHORT = {"short": {"ram_bytes": 8 * GIB, "free_ram_bytes": GIB, "gpu_bytes": []}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drivers, "_LOOK_S", 0.01)
     monkeypatch.setattr(drivers, "_WAIT_S", 0.01)
 
 
@@ -63,7 +62,7 @@ class Crew:
         return {place: len(node.gpu_bytes) for place, node in self.nodes.items()}
 
     def submit(
-        self, assignment: Mapping[str, Any], without: Collection[str], gpus: float
+        self, assignment: Mapping[str, Any], without: Collection[str], gpus: int
     ) -> Future[Answer]:
         cancelled, asked = Event(), {**assignment, "gpus": gpus}
         future = self.pool.submit(self.measure, asked, without, cancelled.is_set)
@@ -177,15 +176,6 @@ def test_a_node_whose_gpu_fails_goes_on_with_other_cells(tmp_path: Path) -> None
     with pytest.raises(HarnessError, match="1 cell cannot run: large has no cuda"):
         run(tmp_path, Crew(answer, LARGE), [*cells(None, device="cuda"), *cells(None, None)])
     assert len(run_folder.read(tmp_path).results) == 2
-
-
-def test_a_cell_that_waits_for_more_gpus_than_are_left_is_taken_back(tmp_path: Path) -> None:
-    class Loses(Crew):
-        def measure(self, assignment: Mapping[str, Any], *others: Any) -> Answer:
-            self.nodes = {"s": SMALL}
-            return super().measure(assignment, *others)
-
-    assert recorded(run(tmp_path, Loses(measured, LARGE), cells(None))) == [(0, "s")]
 
 
 def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(

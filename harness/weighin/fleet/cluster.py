@@ -83,7 +83,7 @@ class Cluster:
         return names
 
     def submit(
-        self, assignment: Mapping[str, Any], without: Collection[str], gpus: float, only: str = ""
+        self, assignment: Mapping[str, Any], without: Collection[str], gpus: int, only: str = ""
     ) -> Future[Any]:
         """Let Ray run an assignment, as soon as a node is free, but on none of ``without``."""
         nodes = only or f"!in({','.join(without)})"
@@ -117,7 +117,7 @@ class Cluster:
         names, asked = self.names(), {}
         for place, gpus in self.gpus.items():
             about = {"kind": "describe", "is_tested": (), "gpu": gpus > 0}
-            asked[place] = self.submit(about, (), gpus, only=place)
+            asked[place] = self.submit(about, (), int(gpus > 0), only=place)
         try:
             while wait([asked[n] for n in asked.keys() & self.names().keys()], _WAIT_S).not_done:
                 interrupts.check()

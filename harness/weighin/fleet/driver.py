@@ -6,7 +6,6 @@ it first.
 """
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 NAMES: Final = ("local", "ray")
 _HERE: Final = "this machine"
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
-_LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined
 
 Perform = Callable[[Run, Progress], Sequence[Result]]
 """A function that runs every cell without a record, and returns the results of all cells."""
@@ -101,7 +99,7 @@ class Driver:
             for demand in self._waiting
         }
         self._asks_again = True
-        self._running: dict[Future[Any], tuple[Planned, Demand, float]] = {}
+        self._running: dict[Future[Any], tuple[Planned, Demand]] = {}
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
         self._code = {n: value for n, value in environment.code().items() if n.startswith("git_")}
 
@@ -140,12 +138,9 @@ class Driver:
         return task.results
 
     def _run(self) -> None:
-        looked_s = time.monotonic()
         while self._running or any(self._waiting.values()):
             interrupts.check()
-            if time.monotonic() - looked_s > _LOOK_S:
-                self._look()
-                looked_s = time.monotonic()
+            self._look()
             self._hand_out()
             if not self._running and self._asks_again:  # a node may have more free RAM now
                 self._short, self._asks_again = {demand: {} for demand in self._waiting}, False
@@ -153,12 +148,11 @@ class Driver:
             if not self._running:
                 raise self._stuck()
             for done in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
-                self._take(done, *self._running.pop(done)[:2])
+                self._take(done, *self._running.pop(done))
 
-    def _able(self, demand: Demand, gpus: float = 0) -> set[str]:
+    def _able(self, demand: Demand) -> set[str]:
         places = self._alive.keys() - self._left_out.keys() - self._short[demand].keys()
-        least = max(gpus, demand.device != "cpu")
-        return {place for place in places if self._crew.gpus.get(place, 0) >= least}
+        return {n for n in places if demand.device == "cpu" or self._crew.gpus.get(n)}
 
     def _look(self) -> None:
         """Look which nodes were lost, and which have joined; take back the cells that no node can run."""
@@ -166,31 +160,29 @@ class Driver:
         self._names = self._names | self._alive
         for place in lost.keys() - self._alive.keys():
             self._leave_out(place, HarnessError("the node was lost", "add a node"))
-        for task, (planned, demand, gpus) in list(self._running.items()):
+        for task, (planned, demand) in list(self._running.items()):
             # The other jobs of this machine end their cells.
-            if self._crew.slots == 1 and not task.done() and not self._able(demand, gpus):
+            if self._crew.slots == 1 and not task.done() and not self._able(demand):
                 self._crew.stop([task])
                 del self._running[task]
                 self._waiting[demand].appendleft(planned)
 
     def _hand_out(self) -> None:
         for demand, cells in self._waiting.items():
-            able = self._able(demand)
-            out = sum(each == demand for _, each, _ in self._running.values())
-            free = self._crew.slots * len(able) - out
+            out = sum(each == demand for _, each in self._running.values())
+            free = self._crew.slots * len(self._able(demand)) - out
             for planned in [cells.popleft() for _ in range(min(len(cells), free))]:
                 told = {"cell": asdict(planned.cell), "is_tested": [*self._tested]}
-                gpus = min(self._crew.gpus.get(place, 0) for place in able)
                 without = self._left_out.keys() | self._short[demand].keys()
+                gpus = int(demand.device != "cpu")
                 task = self._crew.submit({**self._assignment, **told}, without, gpus)
-                self._running[task] = planned, demand, gpus
+                self._running[task] = planned, demand
                 self._progress.starting(planned.cell)
 
     def _take(self, done: Future[Any], planned: Planned, demand: Demand) -> None:
         cell = planned.cell
         place, told = self._crew.answer(done)
-        self._names = {place: place} | self._names  # of a node that has just joined
-        name = self._names[place]
+        name = self._names.get(place, place)  # of a node that has just joined
         if record := told.get("record"):
             self._tested.add(place)
             self._write(cell, record["files"])
@@ -212,7 +204,7 @@ class Driver:
 
     def _leave_out(self, place: str, error: HarnessError) -> None:
         if place not in self._left_out:
-            error.message = f"{self._names[place]}: {error.message}"
+            error.message = f"{self._names.get(place, place)}: {error.message}"
             self._progress.preparing(f"no further cell for {error.message}", None)
             self._left_out[place] = error
 
