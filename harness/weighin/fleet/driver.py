@@ -41,7 +41,7 @@ _HERE: Final = "this machine"
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
 
 Perform = Callable[[Run, Progress], Sequence[Result]]
-"""A function that runs every cell without a record, and returns the results of all cells."""
+"""Runs every cell without a record, and returns the results of all cells."""
 
 
 def engine_settings(
@@ -73,8 +73,7 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
                 nodes = cluster.find()
                 yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()
         case _ if chosen:
-            shown = one_line(str(dict(chosen)), 100)
-            raise ConfigError(f"the plan has an unknown engine: {shown}", "start a new run")
+            raise ConfigError("the plan has an unknown engine", "start a new run")
         case _:
             yield (), runner.run
 

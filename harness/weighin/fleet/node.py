@@ -1,7 +1,7 @@
 """Measure one cell on this machine, or describe the machine: ``python -m weighin.fleet.node``.
 
-``run`` starts this process, and sends it the assignment. When ``run`` sends the event ``stop``, or ends, this
-process stops the measurement and cleans up. It sends at most one of each of these events:
+``run`` starts this process. When ``run`` sends the event ``stop``, or ends, this process stops the measurement
+and cleans up. It sends at most one of each of these events:
 
 began   nothing: weighin runs here
 record  record: a line of records.jsonl; files: the run's others, by path
@@ -52,9 +52,8 @@ def run(
     variables: Mapping[str, str],
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Told:
-    """Run an assignment in a process of its own, which ends with ``run``; return its events. Ray copies
-    this function by value, with what it uses of ``child_process``: it needs only the standard library, so
-    that a node without weighin can report that.
+    """Run an assignment in a process of its own, which ends with ``run``; return its events. This function needs
+    only the standard library and ``child_process``, which Ray copies by value to a node that may lack weighin.
     """
     process, told = Child(module("weighin.fleet.node"), variables), Told()
     try:

@@ -163,19 +163,15 @@ class Facts:
             grown = (process.grown_bytes if process else None) or 0
             return place.stack.usage_bytes, place.stack.t_ns, grown
 
-        last, least = None, _NEAR * max(self.ran.needed_bytes or 0, self.held_bytes)
+        least = _NEAR * max(self.ran.needed_bytes or 0, self.held_bytes)
         near = [one for one in self.places if one.stack.usage_bytes >= least]
-        for place in sorted(near, key=weight, reverse=True):
-            if place.waits:
-                continue
-            # While a library's own thread works, a line of the user in another thread waits for it.
-            when = place.pid, place.stack.t_ns
-            at_once = [each for each in near if (each.pid, each.stack.t_ns) == when]
-            for each in (place, *at_once):
-                if own(each.frames):
-                    return each
-            last = last or place
-        return last
+        last = max((one for one in near if not one.waits), key=weight, default=None)
+        if last is None:
+            return None
+        # While a library's own thread works, a line of the user in another thread waits for it.
+        when = last.pid, last.stack.t_ns
+        at_once = [one for one in near if (one.pid, one.stack.t_ns) == when]
+        return next((one for one in (last, *at_once) if own(one.frames)), last)
 
     def grown_since(self, files: Sequence[OpenFile]) -> int:
         """Return by how much anonymous memory grew at least since the first of ``files`` was opened."""
