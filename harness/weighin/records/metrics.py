@@ -29,7 +29,6 @@ Direction = Literal["lower", "higher", "both"]
 
 _LOADS: Final[tuple[Operation, ...]] = ("load",)
 _OF_MODELS: Final[tuple[Operation, ...]] = (*_LOADS, "save")
-_OF_COMMANDS: Final[tuple[Operation, ...]] = ("command",)
 _Number = TypeVar("_Number", int, float)
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
@@ -93,7 +92,7 @@ class Metric:
     name: str = ""  # in baseline files; "" for a figure that is not compared
     in_phase: str = ""  # the key in ``PHASE_FIGURES`` of what shows in which phase the figure grew
     tolerance: Tolerance = Tolerance(0.0, 0)
-    operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)  # those that are compared
+    operations: tuple[Operation, ...] = (*_OF_MODELS, "command")  # those that are compared
     # Compared only if there is a use: old records lack those of a forward pass.
     is_of_use: bool = False
     is_usual: bool = False  # whether tables have the column even if the figure was never measured
@@ -103,10 +102,6 @@ class Metric:
     @property
     def exact(self) -> bool:
         return self.accuracy.startswith("exact")
-
-    @property
-    def column_unit(self) -> str:
-        return {"bytes": "GiB", "ns": "s"}.get(self.unit, self.unit)
 
     def of(self, result: Result) -> int | None:
         """Return the metric's value in a result; None if it was not measured, or does not apply."""
@@ -152,9 +147,7 @@ def per_model(result: Result, size: float | None) -> float | None:
 
 
 def through_first_pass_ns(result: Result) -> int | None:
-    """Return the time until the model was ready plus its first forward pass, in which a mapped model may
-    wait for the disk; None without a pass.
-    """
+    """Return the time until ready plus the first pass, in which a mapped model may wait for the disk."""
     pass_ns = _time_of("forward", result)
     return None if result.ready_ns is None or pass_ns is None else result.ready_ns + pass_ns
 
@@ -223,7 +216,7 @@ FIGURES: Final = (
     Metric("use_most_per_model", "most in use", "x model", "sampled", lambda r: per_model(r, COLUMNS["use_anon_sampled_bytes"].read(r)), "sampled maximum of anonymous memory during the use, minus the anonymous memory after the imports, divided by the size of the model"),
     Metric("use_anon_per_model", "after use", "x model", "exact", lambda r: per_model(r, COLUMNS["use_anon_bytes"].read(r)), "anonymous memory at the end of the use, minus the anonymous memory after the imports, divided by the size of the model"),
     Metric("", "", "bytes", "exact", lambda r: next((one.end.anon_bytes for one in r.phases if one.name in UNTIL_READY), None), "", "ready_anon", "end_anon", _HEAP),
-    Metric("", "", "ns", "exact, clock", lambda r: r.ready_ns, "", "time", "time", _TIME, _OF_COMMANDS),
+    Metric("", "", "ns", "exact, clock", lambda r: r.ready_ns, "", "time", "time", _TIME, ("command",)),
     # weighin.records.series computes the floor from a whole search, not from one result.
     Metric("", "", "bytes", "exact", lambda _: None, "", "floor", "peak_rss", _FLOOR),
 )  # fmt: skip

@@ -274,13 +274,11 @@ def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run's results, the last record of each cell, with what follows from them, each computed once.
-    ``missing`` is the number of planned cells without a record, and None for a run without a plan.
-    """
+    """A run's results, the last record of each cell, with what follows from them, each computed once."""
 
     results: Sequence[Result]
     warnings: Sequence[str] = ()
-    missing: int | None = None
+    missing: int | None = None  # the number of planned cells without a record; None without a plan
     folder: Path = Path()
 
     @classmethod
@@ -350,7 +348,7 @@ def row_of(result: Result) -> Row:
     """Return the row of one repeat."""
     figures = {key: column.read(result) for key, column in COLUMNS.items()}
     times = {key: one for key, one in figures.items() if COLUMNS[key].unit == "ns"}
-    seconds = {key: None if time_ns is None else time_ns / 1e9 for key, time_ns in times.items()}
+    seconds = {key: None if one is None else one / 1e9 for key, one in times.items()}
     return {
         "group": result.cell.series,
         "cell": result.cell,

@@ -45,7 +45,8 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
     is_killed = outcome in (Outcome.CUDA_OOM, Outcome.OOM_KILLED)
     if is_killed or (result.oom_kills and not is_ok):
         kills = f"the kernel killed {result.oom_kills} of its processes for lack of memory"
-        return Judgement(Verdict.KILLED, result.message if is_killed else kills)
+        told = result.message or outcome.value
+        return Judgement(Verdict.KILLED, told if is_killed else kills)
     if outcome is Outcome.THRASHING:
         return Judgement(Verdict.THRASHES, result.message)
 

@@ -40,6 +40,7 @@ _HELP: Final = "What the figures mean, and which are exact: weighin help figures
 _APART: Final = ("operation", "model", "device")
 SCENE: Final = tuple(name for name in DIMENSIONS if name not in IN_LABELS)
 """Rows that are equal in all of these settings are compared with each other."""
+_UNITS: Final = {"bytes": "GiB", "ns": "s"}  # in tables
 _MOST_SCENES: Final = 16
 _TEXTS: Final = (
     "group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message", "needed_is_sampled",
@@ -111,7 +112,10 @@ def table(
             for name in shown
         ),
         Column("outcome", is_name=True),
-        *(Column(headings.get(f.key, f.heading), f.column_unit, rank=f.rank) for f in figures),
+        *(
+            Column(headings.get(f.key, f.heading), _UNITS.get(f.unit, f.unit), rank=f.rank)
+            for f in figures
+        ),
     ]
 
     def setting(name: str, row: Row) -> Entry:
@@ -174,7 +178,9 @@ def explained_figures(rows: Sequence[Row] = ()) -> list[tuple[str, str, str, str
             if figure.key in kind.figures and figure.heading:
                 heading = kind.headings.get(figure.key, figure.heading)
                 meaning = kind.meanings.get(figure.key, figure.meaning)
-                explained[heading, figure.column_unit, meaning, figure.accuracy] = None
+                explained[
+                    heading, _UNITS.get(figure.unit, figure.unit), meaning, figure.accuracy
+                ] = None
         explained["outcome", "", kind.outcome, "exact"] = None
     return [*explained]
 
