@@ -25,10 +25,7 @@ _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this tim
 
 
 class Pause:
-    """Limits a repeated action to 5 % of one processor's time: ``with`` returns whether it is due.
-
-    What else is done in the block puts nothing off, unless it called ``force``.
-    """
+    """Limits an action to 5 % of one processor's time: ``with`` returns whether it is due; else, nothing is put off."""
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
@@ -39,10 +36,6 @@ class Pause:
         self._start_s = time.thread_time()
         self._counts = time.monotonic() >= self._due_s
         return self._counts
-
-    def force(self) -> None:
-        """Let the action of this block count, although it was not due."""
-        self._counts = True
 
     def __exit__(self, *_: object) -> None:
         if self._counts:
@@ -165,9 +158,7 @@ class ProcessTable:
 
 
 def open_files(pid: int) -> tuple[OpenFile, ...]:
-    """Return up to 16 data files of at least 1 MiB that a process reads, the largest first; no programs, libraries,
-    and locale archives.
-    """
+    """Return up to 16 data files of at least 1 MiB that a process reads, the largest first; no programs and libraries."""
     mapped, sizes, positions = _mapped(pid), dict[str, int](), dict[str, int]()
     for path in mapped:
         with suppress(OSError):  # the file was deleted

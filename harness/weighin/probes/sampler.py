@@ -145,9 +145,7 @@ class Sampler:
         step_bytes = max(MIB, _usage(sample) // 100)
         if not self._loading and self._is_fresh and self._is_more(sample, self._kept, step_bytes):
             with self._keeping as is_due:
-                if has_grown := _used(sample) > 1.2 * _used(self._kept or sample):
-                    self._keeping.force()
-                if is_due or has_grown:
+                if is_due or _used(sample) > 1.2 * _used(self._kept or sample):
                     # The shares of a tree are those of the last sum.
                     shares = _each(read_shares, self.pids()) if self._cgroup else self._shares
                     self.table.keep(shares)

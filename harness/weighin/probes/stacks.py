@@ -1,6 +1,4 @@
-"""Read the stacks of a command's Python processes with py-spy when the command uses most memory: a command
-that is killed for lack of memory prints no traceback. py-spy stops each process while it reads it.
-"""
+"""Read the stacks of a command's Python processes near its peak with py-spy: one that is killed prints no traceback."""
 
 import shutil
 import subprocess
@@ -53,27 +51,28 @@ class StackTaker:
     @property
     def stacks(self) -> tuple[Stack, ...]:
         """The stacks of the last 8 readings, the oldest first, when the last one has ended."""
+        self._keep()
+        return tuple(stack for look in self._looks for stack in look)
+
+    def _keep(self) -> None:
         if found := [stack for one in self._reading for stack in one.result()]:
             t_ns, usage_bytes = self._taken
             self._looks.append([replace(x, t_ns=t_ns, usage_bytes=usage_bytes) for x in found])
         if self._reading:
             self.frozen_ns += int((self._read_s - self._reading_s) * 1e9)
             self._reading = []
-        return tuple(stack for look in self._looks for stack in look)
 
     @property
     def why(self) -> str:
         return "" if self.stacks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Begin to read stacks if the usage at ``t_ns`` is near the limit, or much above the last one. The stacks'
-        usage is the largest until the reading has ended.
-        """
+        """Begin to read stacks if the usage is near the limit, or much above that of the last one, which rises until it ends."""
         if self._reading and usage_bytes > self._taken[1]:
             self._taken = t_ns, usage_bytes
         if not all(one.done() for one in self._reading):
             return
-        self.stacks  # noqa: B018
+        self._keep()
         growth = usage_bytes - self._taken[1]
         least_bytes = max(_GROWTH_BYTES, self._taken[1] * _GROWTH)
         is_due = self.frozen_ns / 1e9 <= 0.05 * (time.monotonic() - self._start_s)
@@ -100,10 +99,7 @@ class StackTaker:
             pool.shutdown(wait=False)
 
     def _dump(self, pid: int) -> list[Stack]:
-        states, why = dict[int, str](), ""
-        with suppress(OSError):  # the process has ended
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                states[int(task.name)] = read_text(f"{task}/stat").rpartition(")")[2].split()[0]
+        why = ""
         for options, patience_s in _WAYS:
             try:
                 ended = subprocess.run(
@@ -115,7 +111,7 @@ class StackTaker:
                     check=False,
                 )
                 why = ended.stderr.decode(errors="replace").partition("Stack backtrace")[0]
-                return _stacks_of(pid, parse_json(ended.stdout), states)
+                return _stacks_of(pid, parse_json(ended.stdout))
             except OSError as error:  # for example, this user has too many processes
                 self._error = f"py-spy does not start: {error.strerror}"
                 return []
@@ -141,17 +137,16 @@ def _program_of(pid: int) -> Path:
     return Path(f"/proc/{pid}/exe").readlink()
 
 
-def _stacks_of(pid: int, threads: list[Any], states: dict[int, str]) -> list[Stack]:
+def _stacks_of(pid: int, threads: list[Any]) -> list[Stack]:
     """Return up to 8 stacks: of threads that run, then of that with the GIL and the main thread, then of others."""
     folder, half, stacks = "", _MOST_FRAMES // 2, []
     with suppress(OSError):
         folder = f"{Path(f'/proc/{pid}/cwd').readlink()}/"
-
-    def order(thread: Any) -> tuple[bool, bool, bool]:
-        number = thread["os_thread_id"]
-        return states.get(number) not in ("R", "D"), not thread["owns_gil"], number != pid
-
-    for each in sorted((one for one in threads if one["frames"]), key=order)[:8]:
+    threads = [one for one in threads if one["frames"]]
+    threads.sort(
+        key=lambda one: (not one["active"], not one["owns_gil"], one["os_thread_id"] != pid)
+    )
+    for each in threads[:8]:
         lines = [
             one_line(f"{one['name']} ({one['filename'].removeprefix(folder)}:{one['line']})")
             for one in each["frames"]

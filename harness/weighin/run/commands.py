@@ -21,6 +21,7 @@ from weighin.plan.start import files_in
 from weighin.plan.task import Planned, Run
 from weighin.probes import cgroup
 from weighin.program_phases import VARIABLE
+from weighin.records import explanation
 from weighin.records.metrics import largest
 from weighin.result import Faults, Outcome, Peaks, Ran, Sample, Track
 from weighin.run.interrupts import STOPPED
@@ -89,13 +90,11 @@ class CommandSpec(Spec):
             " a repeat inside a repeat, such as (a+)+, can take forever"
         ]
 
-    def _take(self, number: int, _frame: object = None, *, by_terminal: bool | None = None) -> None:
-        """Pass one signal on; a SIGINT counts as Ctrl-C of the terminal, unless that is known."""
+    def _take(self, number: int, *, by_terminal: bool) -> None:
         self.asked_to_end |= number in _ENDING
         if not self._running:  # another thread of this process took it before the command ran
             self._early.append(number)
             return
-        by_terminal = number == signal.SIGINT if by_terminal is None else by_terminal
         if not (by_terminal and self._running.shares_terminal):  # which then sends it itself
             self._running.send_signal(number)
         if number == signal.SIGTSTP:
@@ -114,11 +113,11 @@ class CommandSpec(Spec):
     @contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
         """Pass signals on; one that this process ignores, as under nohup, stays ignored."""
-        before = {number: signal.getsignal(number) for number in PASSED}
-        kept = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+        kept = {number: signal.getsignal(number) for number in PASSED}
+        kept = {number: handler for number, handler in kept.items() if handler != signal.SIG_IGN}
         self._numbers = frozenset({*kept, signal.SIGUSR1})
-        for number in kept:
-            signal.signal(number, self._take)
+        for number in kept:  # here, a SIGINT counts as Ctrl-C of the terminal
+            signal.signal(number, lambda n, _: self._take(n, by_terminal=n == signal.SIGINT))
         # Before any thread starts, which would take a signal that nobody then looks at. What comes
         # before ``start`` waits for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
@@ -155,10 +154,15 @@ class CommandSpec(Spec):
         if watch.running.shares_terminal and watch.all_ended:
             has_last = watch.cgroup and samples and not watch.server_ready_ns
             in_memory = left(watch.started_s, samples[-1] if has_last else None)
-        highest = {each.pid: each.highest_rss_bytes for each in (main, *others)}
         faults = None
         if watch.cgroup and samples:
             faults = Faults(samples[-1].minor_faults, samples[-1].major_faults, end.refaults)
+        # Each phase resets VmHWM, so the highest of all readings counts.
+        highest = {each.pid: each.highest_rss_bytes for each in (main, *others)}
+        processes = tuple(
+            replace(one, highest_rss_bytes=largest((highest.get(one.pid), one.highest_rss_bytes)))
+            for one in watch.processes
+        )
         ran = Ran(
             pid=watch.running.pid,
             peak_ns=sampler.peak.t_ns if sampler.peak else None,
@@ -168,13 +172,7 @@ class CommandSpec(Spec):
             notes=(*filter(None, [watch.running.unseen]), *in_memory),
             signal=watch.seen.ended.signal,
             survived=watch.seen.ended.signal != signal.SIGKILL,
-            processes=tuple(
-                # Each phase resets VmHWM, so the highest of all readings counts.
-                replace(
-                    one, highest_rss_bytes=largest((highest.get(one.pid), one.highest_rss_bytes))
-                )
-                for one in watch.processes
-            ),
+            processes=processes,
             kills=tuple(watch.seen.kills or ()),
             stacks=tuple(
                 replace(each, code=code_of(each.frames, self.settings.cwd, watch.started_s))
@@ -207,9 +205,7 @@ class CommandSpec(Spec):
 
 
 def left(started_s: float, last: Sample | None) -> list[str]:
-    """Say which files of a tmpfs that changed since ``started_s`` take 1 MiB of memory or more. Without ``last``,
-    the cgroup's sample after the end of all processes, a file may be another program's.
-    """
+    """Say which files of a tmpfs that changed since ``started_s`` take 1 MiB of memory or more (``last``: then all ended)."""
     if last and last.shmem_bytes <= MIB:
         return []
     sizes: dict[str, int] = {}
@@ -235,9 +231,7 @@ def left(started_s: float, last: Sample | None) -> list[str]:
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
     """Return the innermost line of the user's own program; none of a file that changed after ``started_s``."""
-    from weighin.records.explanation import own, read_all  # 0.01 s, with its expressions
-
-    if frame := own(read_all(frames)):
+    if frame := explanation.own(explanation.read_all(frames)):
         path = Path(folder, frame.path)
         with suppress(OSError):
             if path.is_file() and path.stat().st_mtime <= started_s:
@@ -246,9 +240,7 @@ def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
 
 
 def take(task: Run, planned: Planned, known_environment: Mapping[str, Any]) -> Measured:
-    """Run one command. Without --timeout, a search gives it 10 times its time without a limit, plus 30 s. A
-    signal that broke the run off raises Interrupted, unless this command is all that there is to measure.
-    """
+    """Run one command; a signal that broke it off raises Interrupted, unless it is all that there is to measure."""
     cell, settings = planned.cell, task.settings
     is_search = settings.within is not None
     if not settings.timeout_s and is_search and (first := task.unlimited_result(cell)):

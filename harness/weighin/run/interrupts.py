@@ -12,9 +12,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """A signal stopped weighin outside of a run, which raises ``Interrupted``. (After a KeyboardInterrupt inside
-    ``exec``, which dataclasses call, Python ends by SIGINT even if it was caught; not after a subclass.)
-    """
+    """A signal stopped weighin outside of a run. A bare KeyboardInterrupt inside ``exec`` makes Python end by SIGINT."""
 
 
 class _State:

@@ -57,9 +57,7 @@ class Evidence:
 
     @property
     def culprit(self) -> int:
-        """The rank that decides a failed cell's outcome: the first that the kernel killed for lack of memory, else
-        the first that failed, else the one with the fewest ended phases.
-        """
+        """The rank that decides: the first killed for lack of memory, else the first that failed, else the slowest."""
         failed, ranks = self.failed_ranks, self.ranks
         killed = [rank for rank, each in failed.items() if each.signal == SIGKILL]
         if failed:
@@ -82,10 +80,7 @@ class Evidence:
 
 
 def judge(end: Evidence) -> _Judged:
-    """Return a cell's outcome, and the reason in one line; for "ok", a warning. It is ``oom_killed`` only if a
-    counter of the kernel shows a kill, of a command also the kernel's log; a high peak is no proof. Without a
-    cgroup, the whole machine's counter counts.
-    """
+    """Return a cell's outcome, and the reason in one line. A high peak is no proof of a kill: only the kernel tells it."""
     is_load = end.cell.operation != "command"
     outcome, why = _of_load(end) if is_load else _of_command(end)
     if end.escape:
@@ -102,9 +97,7 @@ def void(outcome: Outcome, why: str, now: Outcome, because: str) -> _Judged:
 
 
 def _of_load(end: Evidence) -> _Judged:
-    """Judge a load or a save. A time-out counts before a kill, unlike a command's: a strategy that has lost a
-    child and waits for it forever is at fault itself.
-    """
+    """Judge a load or a save: a time-out counts before a kill, as a strategy that waits for a lost child is at fault itself."""
     ranks, stopped, number = end.ranks, end.stopped, end.culprit
     if stopped and stopped.timeout_s is None:
         return Outcome.THRASHING, f"{verdict.why_killed(stopped)}; {end.where}"
@@ -189,9 +182,7 @@ def _processes(number: int) -> str:
 
 
 def _of_command(end: Evidence) -> _Judged:
-    """Judge a command: any kill counts, even if the first process ended well, because a pipeline that lost a
-    process may print a wrong result.
-    """
+    """Judge a command: any kill counts, because a pipeline that lost a process may print a wrong result."""
     ended, stopped, failed = end.ended, end.stopped, Outcome.COMMAND_FAILED
     if stopped and not (end.ready or end.oom_kills or end.kills):
         if stopped.timeout_s is None:

@@ -184,9 +184,7 @@ def _plain(output: bytes) -> str:
 
 
 class Readiness:
-    """Learns when one command, a server, is ready: prints a line (--ready) or answers at ``url``. Any thread may then
-    call ``now``, which notes the time and reads the command's figures once.
-    """
+    """Learns when a server is ready: when any thread calls ``now``, or an HTTP server answers at ``url``."""
 
     def __init__(self, url: str) -> None:
         self.ready_ns: int | None = None

@@ -1,6 +1,4 @@
-"""Run a plan, or search for floors: measure each cell, and record each result immediately. Only one run measures
-on a machine at a time, because two runs distort each other's figures.
-"""
+"""Run a plan, or search for floors: measure each cell, and record each result; one run at a time on a machine."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ def discarding(task: Run) -> Iterator[None]:
 
 
 def search(task: Run, progress: Progress) -> list[Result]:
-    """Search for the smallest RAM limits under which the planned cells work, until the largest failing and the
-    smallest working limit are at most about ``within`` times the floor apart.
-    """
+    """Search for the smallest RAM limits under which the planned cells work, within about ``within`` of the floor."""
     within, aim = task.settings.within, task.settings.aim
     assert within is not None
     highest_bytes, _ = cgroup.ram_bytes(task.isolation.name)
