@@ -1,9 +1,12 @@
 """The kernel's account of its OOM kills, from lines that kernels printed."""
 
+import socket
+from collections.abc import Collection
+from pathlib import Path
+
 import pytest
 
 from weighin.probes import kernel_log
-from weighin.probes.kernel_log import parse_kills
 from weighin.result import Kill
 from weighin.units import KIB
 
@@ -27,6 +30,34 @@ MACHINE_6_8 = """\
 oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=user.slice,mems_allowed=0,global_oom,task_memcg=/system.slice/app.service,task=uvicorn,pid=2621226,uid=1000
 Out of memory: Killed process 2621226 (uvicorn) total-vm:3392864kB, anon-rss:595900kB, file-rss:392kB, shmem-rss:0kB, UID:1001 pgtables:1888kB oom_score_adj:0
 """
+
+
+MOUNT = Path("/sys/fs/cgroup")
+
+
+@pytest.fixture(autouse=True)
+def _mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_log, "memory_hierarchy", lambda: (2, MOUNT))
+
+
+def found_in(
+    text: str,
+    group: str | None,
+    main_pid: int,
+    pids: Collection[int] = (),
+    home: str | None = None,
+) -> list[Kill]:
+    """Return the kills in a log; a read gives one message, as of /dev/kmsg."""
+    kernel, log = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    log.setblocking(False)
+    with kernel:
+        kernel.send(b"12,1,1,-;Out of memory: Killed process 1 (a program wrote this)")
+        for line in text.splitlines():
+            kernel.send(f"6,1,1,-;{line}\n SUBSYSTEM=memory\n".encode())
+        places = [MOUNT / each[1:] if each else None for each in (group, home)]
+        found = kernel_log.kills_since(log.detach(), places[0], main_pid, pids, places[1])
+    assert found is not None
+    return list(found)
 
 
 def kill(pid: int, name: str, sizes: tuple[int, int, int], limit_of: str = "") -> Kill:
@@ -56,7 +87,7 @@ def kill(pid: int, name: str, sizes: tuple[int, int, int], limit_of: str = "") -
     ],
 )
 def test_the_kills_of_a_group(text: str, group: str | None, expected: list[Kill]) -> None:
-    assert list(parse_kills(text.splitlines(), group, 1)) == expected
+    assert found_in(text, group, 1) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,12 +110,12 @@ def test_where_the_cgroup_is_whose_limit_was_met(
     text = V2_5_15.replace("oom_memcg=/user.slice/hello-cg", f"oom_memcg={limited}")
     text = text.replace("task_memcg=/user.slice/hello-cg", f"task_memcg={victim}")
     group = None if home else "/a/own"  # with a home alone, the command started in it
-    (found,) = parse_kills(text.splitlines(), group, 1284158, (), home)
+    (found,) = found_in(text, group, 1284158, (), home)
     assert found.limit_is == limit_is
 
 
 def test_a_process_without_a_group_is_found_by_its_pid() -> None:
-    (found,) = parse_kills(MACHINE_6_8.splitlines(), None, 1, {2621226})
+    (found,) = found_in(MACHINE_6_8, None, 1, {2621226})
     assert (found.limit_of, found.is_main) == ("machine", False)
 
 
@@ -92,14 +123,12 @@ def test_a_process_without_a_group_is_found_by_its_pid() -> None:
 def test_the_kernel_leaves_out_the_cause_after_ten_kills(text: str, limit_of: str) -> None:
     line = text.splitlines()[1]
     pid = int(line.split("process ")[1].split()[0])
-    (found,) = parse_kills([line], "/hello-cg", pid)
+    (found,) = found_in(line, "/hello-cg", pid)
     assert (found.limit_of, found.is_main) == (limit_of, True)
-    assert parse_kills([line], "/hello-cg", 1) == ()
+    assert found_in(line, "/hello-cg", 1) == []
 
 
 def test_a_log_that_may_not_be_read_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pathlib import Path
-
     monkeypatch.setattr(kernel_log, "_LOG", Path("/nonexistent"))
     assert kernel_log.position() is None
     assert kernel_log.kills_since(None, None, 1) is None

@@ -77,7 +77,6 @@ def test_a_pattern_that_would_take_forever_is_given_up() -> None:
     relay._note("\n".join(["a" * 5_000 + "!", "word " * 5_000 + "!", "aaaa"]), 1, 1)
     relay.close()
     assert [mark.text for mark in relay.marks] == ["aaaa"]
-    assert relay.gave_up
 
 
 def test_a_key_twice_in_yaml_is_an_error_with_its_line(tmp_path: Path) -> None:

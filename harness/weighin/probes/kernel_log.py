@@ -8,7 +8,7 @@ Source: mm/oom_kill.c of the kernel, Documentation/ABI/testing/dev-kmsg.
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -51,47 +51,20 @@ def kills_since(
     pids: Collection[int] = (),
     home: Path | None = None,
 ) -> tuple[Kill, ...] | None:
-    """Return the kills in or below ``group``, of the process ``main_pid``, and of ``pids``, since ``position`` opened
-    ``log``, which is closed; None without a log. ``home`` is the cgroup in which a command without a
-    ``group`` started.
+    """Return the kills in or below ``group``, of ``main_pid`` and of ``pids`` since ``position`` opened ``log``, which is
+    closed; None without a log. ``home`` is the cgroup in which a command without a ``group`` started.
     """
     if log is None:
         return None
     _, mount = memory_hierarchy() or (0, None)
-    own, start = (
+    own, around = (
         f"/{each.relative_to(mount)}" if each and mount and each.is_relative_to(mount) else None
-        for each in (group, home)
+        for each in (group, group or home)
     )
-    time.sleep(0.05)  # a victim may end before the kernel writes the line with its memory
-    with os.fdopen(log, "rb", buffering=0):  # which closes it
-        return parse_kills(_read(log), own, main_pid, pids, start)
-
-
-def _read(log: int) -> Iterator[str]:
-    """Yield the first line of each message from the kernel up to the log's end, oldest first."""
-    while True:
-        try:
-            message = os.read(log, 8192)
-        except BlockingIOError:  # the end
-            return
-        except BrokenPipeError:  # the kernel has overwritten the oldest messages
-            continue
-        numbers, _, text = message.decode(errors="replace").partition(";")
-        if int(numbers.partition(",")[0]) >> 3 == 0:  # the facility; else a program wrote it
-            yield text.split("\n", 1)[0]
-
-
-def parse_kills(
-    lines: Iterable[str],
-    group: str | None,
-    main_pid: int,
-    pids: Collection[int] = (),
-    home: str | None = None,
-) -> tuple[Kill, ...]:
-    """Return the kills that concern us (``kills_since``); the cgroups are named as in the log."""
     kills: dict[int, Kill] = {}
     cause: re.Match[str] | None = None
-    for line in lines:
+    time.sleep(0.05)  # a victim may end before the kernel writes the line with its memory
+    for line in _read(log):
         sizes: dict[str, int] = {}
         if match := _CAUSE.search(line):
             cause = match
@@ -103,10 +76,10 @@ def parse_kills(
         if cause and cause["pid"] == match["pid"]:
             # The constraint is not used: before Linux 5.3, it is CONSTRAINT_NONE also for a cgroup.
             path, limited = cause["group"] or "", cause["limited"] or MACHINE
-        pid, is_inside = int(match["pid"]), bool(group and Path(path).is_relative_to(group))
+        pid, is_inside = int(match["pid"]), bool(own and Path(path).is_relative_to(own))
         if not is_inside and pid != main_pid and pid not in pids:
             continue
-        limit_of, limit_is, around = "" if limited == group else limited, "", group or home
+        limit_of, limit_is = "" if limited == own else limited, ""
         if around and limit_of.startswith("/"):
             limit_is = "below" if Path(limited).is_relative_to(around) else "elsewhere"
             if Path(around).is_relative_to(limited):
@@ -114,3 +87,18 @@ def parse_kills(
         name, is_main = one_line(match["name"]), pid == main_pid
         kills[pid] = Kill(pid, name, is_main, limit_of, limit_is=limit_is, **sizes)
     return tuple(kills.values())
+
+
+def _read(log: int) -> Iterator[str]:
+    """Yield the first line of each message from the kernel up to the log's end, oldest first, and close it."""
+    with os.fdopen(log, "rb", buffering=0):
+        while True:
+            try:
+                message = os.read(log, 8192)
+            except BlockingIOError:  # the end
+                return
+            except BrokenPipeError:  # the kernel has overwritten the oldest messages
+                continue
+            numbers, _, text = message.decode(errors="replace").partition(";")
+            if int(numbers.partition(",")[0]) >> 3 == 0:  # the facility; else a program wrote it
+                yield text.split("\n", 1)[0]

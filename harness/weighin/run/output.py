@@ -29,7 +29,9 @@ _TEXT_LENGTH: Final = 160
 _SILENCE_S: Final = 0.2  # after the command's end, because another process may keep its output open
 _PROMPT_S: Final = 0.05  # a line without a line end for this time is a prompt
 _LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
-_PATIENCE_S: Final = 0.1  # for one search
+_PATIENCE_S: Final = (
+    0.1  # for one search: a repeat inside a repeat, such as (a+)+, can take forever
+)
 _ANSWER_S: Final = 2.0
 _NO_SERVER: Final = 500  # a server that is not ready answers with this HTTP status or a higher one
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
@@ -54,7 +56,7 @@ class Relay:
     """Passes one command's output on to ``targets``, descriptors of standard output and error. A line that matches
     ``marks`` or ``ready`` becomes a ``Mark``, with the time of its last character. At the first line or
     prompt that matches ``ready``, a thread calls ``at_ready``. Without any pattern, the command writes to
-    the targets directly. ``gave_up``: the search of a line took too long.
+    the targets directly.
     """
 
     def __init__(
@@ -65,7 +67,6 @@ class Relay:
         at_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._noted: deque[Mark] = deque(maxlen=_MOST_MARKS)
-        self.gave_up = False
         self._patterns: list[Any] = []
         if patterns := [*marks, *([ready] if ready else [])]:
             import regex  # takes 0.02 s
@@ -173,7 +174,6 @@ class Relay:
         try:
             return pattern.search(line, timeout=_PATIENCE_S) is not None
         except TimeoutError:
-            self.gave_up = True
             return False
 
 
