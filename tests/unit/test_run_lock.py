@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from weighin.errors import HarnessError
+from weighin.plan.task import Progress
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import runner
 
@@ -54,11 +55,12 @@ def test_a_run_waits_for_another_one_that_ends(
     first = held(tmp_path / "lock")
     said = []
 
-    def waiting(text: str) -> None:
-        said.append(text)
-        first.kill()  # the lock goes with its process
+    class Waiting(Progress):
+        def preparing(self, what: str, _: float | None) -> None:
+            said.append(what)
+            first.kill()  # the lock goes with its process
 
-    with runner.only_run(patience_s=30, waiting=waiting):
+    with runner.only_run(30, Waiting()):
         pass
     first.communicate()
     assert said == ["waiting for another run on this machine to end"]

@@ -288,7 +288,7 @@ def run_jobs(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
         check_jobs(task, jobs)
         with (
             interrupts.stoppable(),
-            runner.only_run(task.patience_s, lambda text: progress.preparing(text, None)),
+            runner.only_run(task.patience_s, progress),
             staging.own_folder(staging.folder(), "jobs-") as caches,
         ):
             crew = Jobs(jobs, task.isolation.name, caches)

@@ -20,7 +20,6 @@ from weighin.units import MIB
 
 _SHARE: Final = 0.05  # of a processor's time in which to examine processes, as this disturbs them
 _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
-_WITH_FILES: Final = 8  # processes
 _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 
 
@@ -128,7 +127,7 @@ class ProcessTable:
         for seen in found:
             seen.read(self._running)
             seen.anon_bytes, seen.file_bytes, seen.shmem_bytes, *_ = shares[seen.pid]
-        for seen in heapq.nlargest(_WITH_FILES, found, key=_Seen.weight):
+        for seen in heapq.nlargest(8, found, key=_Seen.weight):
             seen.note_files()
         now = self._anon_now()
         recent_bytes = 0.75 * sum(now.values())  # growth counts since all together had so much
@@ -173,12 +172,10 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
                 sizes[path] = size
                 furthest = max(int(position.split()[1]), positions.get(path, 0))
                 positions[path] = furthest  # it may be open twice
-    largest = heapq.nlargest(
-        16, (path for path in sizes if sizes[path] >= MIB), key=sizes.__getitem__
-    )
     return tuple(
         OpenFile(one_line(path), sizes[path], positions.get(path), mapped.get(path, 0))
-        for path in largest
+        for path in heapq.nlargest(16, sizes, key=sizes.__getitem__)
+        if sizes[path] >= MIB
     )
 
 

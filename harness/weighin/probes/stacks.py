@@ -25,7 +25,6 @@ _MOST_FRAMES: Final = 40
 _GROWTH, _GROWTH_BYTES = 0.05, 16 * MIB  # since the last reading
 _MUCH, _MUCH_BYTES = 1 / 4, 32 * MIB  # waits for no pause: one is at least at 4/5 of a sampled peak
 _MARGIN, _MARGIN_BYTES = 0.1, 32 * MIB  # to the limit, where the kernel may kill at any moment
-_STEPS_IN_MARGIN: Final = 16  # readings while the usage rises through the margin, at most
 # A process that does not stop, in an uninterruptible sleep or a debugger, is then read while it runs.
 _WAYS: Final = (((), 1.0), (("--nonblocking",), 2.0))  # options of py-spy, and seconds
 
@@ -79,7 +78,7 @@ class StackTaker:
         is_due = is_due or growth >= max(_MUCH_BYTES, self._taken[1] * _MUCH)
         margin_bytes = max(_MARGIN_BYTES, int((self._limit or 0) * _MARGIN))
         if self._limit and self._limit - usage_bytes <= margin_bytes:
-            least_bytes, is_due = margin_bytes // _STEPS_IN_MARGIN, True
+            least_bytes, is_due = margin_bytes // 16, True  # so 16 readings in it at most
         if not self._program or not is_due or growth < least_bytes:
             return
         sizes = {}

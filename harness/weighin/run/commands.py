@@ -32,9 +32,6 @@ from weighin.settings.definition import Settings
 from weighin.text import few, one_line
 from weighin.units import MIB, format_bytes
 
-_TIMES: Final = 10
-_LEAST_S: Final = 30.0
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CLOCK_S: Final = 0.02  # the kernel's clock for files is a little behind
 _BY_KERNEL: Final = 0x80  # SI_KERNEL, of <signal.h>: the kernel sends the terminal's signals
 
@@ -53,7 +50,6 @@ class CommandSpec(Spec):
         self._running: Running | None = None  # gets the signals
         self._early: list[int] = []
         self._listening: threading.Thread | None = None
-        self._is_over = False
 
     def enter(self, opened: ExitStack) -> None:
         opened.enter_context(self._passing_signals_on())
@@ -86,7 +82,7 @@ class CommandSpec(Spec):
         return []
 
     def _take(self, number: int, *, by_terminal: bool) -> None:
-        self.asked_to_end |= number in _ENDING
+        self.asked_to_end |= number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if not self._running:  # another thread of this process took it before the command ran
             self._early.append(number)
             return
@@ -97,8 +93,8 @@ class CommandSpec(Spec):
 
     def _listen(self) -> None:
         while info := signal.sigwaitinfo(self._numbers):
-            if self._is_over:
-                return
+            if info.si_signo == signal.SIGUSR1 and info.si_pid == os.getpid():
+                return  # the command is over
             if info.si_signo == signal.SIGWINCH and self._output.resize():
                 # The command got this signal, too, and may have read the size before it was copied.
                 os.killpg(0, signal.SIGWINCH)
@@ -120,7 +116,6 @@ class CommandSpec(Spec):
             yield
         finally:
             if self._listening and self._listening.ident:
-                self._is_over = True
                 signal.pthread_kill(self._listening.ident, signal.SIGUSR1)
                 self._listening.join()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
@@ -144,14 +139,12 @@ class CommandSpec(Spec):
         if kernel_bytes is None:  # v2 keeps no mark of the kernel's own memory
             own_bytes = most("kernel_needed_bytes") or 0
             is_exact = is_exact and own_bytes <= MIB + (needed or 0) // 100
+        last = samples[-1] if watch.cgroup and samples else None
+        faults = Faults(last.minor_faults, last.major_faults, end.refaults) if last else None
         in_memory = []
         # Else the container's files are gone, or what still runs holds the memory.
         if watch.running.shares_terminal and watch.all_ended:
-            has_last = watch.cgroup and samples and not watch.server_ready_ns
-            in_memory = left(watch.started_s, samples[-1] if has_last else None)
-        faults = None
-        if watch.cgroup and samples:
-            faults = Faults(samples[-1].minor_faults, samples[-1].major_faults, end.refaults)
+            in_memory = left(watch.started_s, None if watch.server_ready_ns else last)
         # Each phase resets VmHWM, so the highest of all readings counts.
         highest = {each.pid: each.highest_rss_bytes for each in (main, *others)}
         processes = tuple(
@@ -216,12 +209,11 @@ def left(started_s: float, last: Sample | None) -> list[str]:
     if total <= MIB:
         return []
     own = [path for path, size in sizes.items() if size <= total]  # a larger one is another's
-    largest_first = sorted(own, key=lambda path: -sizes[path])
-    named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in largest_first])
+    own.sort(key=lambda path: -sizes[path])
+    named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in own])
+    named = named or "in no file that is visible"
     who = "the command left" if last else "while it ran, files of a tmpfs got"
-    return [
-        f"{who} {format_bytes(total)} of shared memory: {named or 'in no file that is visible'}"
-    ]
+    return [f"{who} {format_bytes(total)} of shared memory: {named}"]
 
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
@@ -239,7 +231,8 @@ def take(task: Run, planned: Planned, known_environment: Mapping[str, Any]) -> M
     cell, settings = planned.cell, task.settings
     is_search = settings.within is not None
     if not settings.timeout_s and is_search and (first := task.unlimited_result(cell)):
-        timeout_s = round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1)
+        # Ten times its time without a limit, plus 30 s.
+        timeout_s = round(10 * (first.ready_ns or 0) / 1e9 + 30, 1)
         settings = settings.model_copy(update={"timeout_s": timeout_s})
     spec = CommandSpec(cell, settings)
     measured = measure(task.isolation, spec, known_environment, task.reference_for(cell))

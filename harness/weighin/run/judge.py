@@ -14,14 +14,13 @@ from weighin.probes import kernel_log
 from weighin.records import verdict
 from weighin.result import BROKEN, UNNAMED, Kill, Memory, Outcome, Peaks, Stopped
 from weighin.run.listener import Reported
-from weighin.text import one_line
+from weighin.text import few, one_line
 from weighin.units import MIB, format_bytes, format_exact, format_seconds
 
 _LACK_OF_MEMORY = r"MemoryError|(?i:can't allocate|cannot allocate)"  # of Python, torch, the kernel
 _CRASHES = (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL)  # signals that code sends to itself
 _STDERR_LENGTH: Final = 200
 _FULL: Final = 0.9  # of the cell's limit; a kill at a smaller charge was for another limit
-_NAMED: Final = 3  # the most killed processes that a message names
 _BY_KERNEL: Final = "killed by the kernel for lack of memory"
 _BY_MACHINE: Final = "killed by the kernel when the whole machine ran out of memory"
 _BY_OTHER: Final = "killed by SIGKILL, not for lack of memory: the kernel counts no kill, so another process sent SIGKILL"
@@ -63,13 +62,12 @@ class Evidence:
         if failed:
             return killed[0] if killed and self.oom_kills != 0 else next(iter(failed))
         places = [each.where for each in ranks]
-
-        def progress(number: int) -> tuple[bool, int, int]:
-            rank = ranks[number]
-            ended = sum(phase.name != UNNAMED for phase in rank.phases)  # no mere gap
-            return rank.is_done, ended, places.count(rank.where)
-
-        return min(range(len(ranks)), key=progress)
+        ended = [sum(phase.name != UNNAMED for phase in each.phases) for each in ranks]
+        progress = [
+            (each.is_done, number, places.count(each.where))
+            for each, number in zip(ranks, ended, strict=True)
+        ]
+        return progress.index(min(progress))
 
     @property
     def where(self) -> str:
@@ -98,7 +96,7 @@ def void(outcome: Outcome, why: str, now: Outcome, because: str) -> _Judged:
 
 def _of_load(end: Evidence) -> _Judged:
     """Judge a load or a save: a time-out counts before a kill, as a strategy that waits for a lost child is at fault itself."""
-    ranks, stopped, number = end.ranks, end.stopped, end.culprit
+    ranks, stopped = end.ranks, end.stopped
     if stopped and stopped.timeout_s is None:
         return Outcome.THRASHING, f"{verdict.why_killed(stopped)}; {end.where}"
     if stopped:
@@ -108,6 +106,7 @@ def _of_load(end: Evidence) -> _Judged:
         if end.oom_kills:
             outcome, message = Outcome.CHILD_KILLED, lost(end.oom_kills)
     else:
+        number = end.culprit
         outcome, message = _of_failed(end, ranks[number], end.failed_ranks.get(number, end.ended))
         if len(ranks) > 1:
             who = f"rank {number}" if end.failed_ranks else "the process that starts the ranks"
@@ -120,7 +119,7 @@ def _of_load(end: Evidence) -> _Judged:
             " right. To measure the load alone: --use none"
         )
     if len(ranks) == 1 and (outcome is Outcome.CHILD_KILLED or _LOST in message):
-        for kill in (each for each in (end.kills or ())[:_NAMED] if not each.is_main):
+        for kill in (each for each in (end.kills or ())[:3] if not each.is_main):
             message += (
                 f"; the kernel killed {kill.command} (process {kill.pid}) with"
                 f" {format_bytes(kill.anon_bytes or 0)} of anonymous memory"
@@ -173,12 +172,8 @@ def _only_forward_failed(end: Evidence) -> bool:
 
 
 def lost(oom_kills: int) -> str:
-    killed = _processes(oom_kills)
+    killed = f"{oom_kills} process{'es' * (oom_kills > 1)}"
     return f"the kernel killed {killed} of this measurement for lack of memory"
-
-
-def _processes(number: int) -> str:
-    return f"{number} process{'es' * (number != 1)}"
 
 
 def _of_command(end: Evidence) -> _Judged:
@@ -206,15 +201,12 @@ def _of_command(end: Evidence) -> _Judged:
 
 
 def _killed(end: Evidence) -> str:
-    kills = end.kills or ()
-    number = max(end.oom_kills or 0, len(kills))
-    who = ", ".join(f"{kill.command} (pid {kill.pid})" for kill in kills[:_NAMED])
-    who += f" and {number - _NAMED} more" * (number > _NAMED) if kills else _processes(number)
+    named, number = [f"{kill.command} (pid {kill.pid})" for kill in end.kills or ()], end.oom_kills
+    who = few(named) or f"{number} process{'es' * (number != 1)}"
     lived = "" if end.ended.signal == SIGKILL else "; the command's first process lived on"
-    limit = (
-        f"the command reached its RAM limit of {format_exact(end.cell.ram_limit_bytes or 0, ' ')}"
-    )
-    return f"the kernel killed {who} for lack of memory: {_other_limit(end) or limit}{lived}"
+    limit = format_exact(end.cell.ram_limit_bytes or 0, " ")
+    which = _other_limit(end) or f"the command reached its RAM limit of {limit}"
+    return f"the kernel killed {who} for lack of memory: {which}{lived}"
 
 
 def _other_limit(end: Evidence) -> str:

@@ -1,8 +1,4 @@
-"""Pass a command's output on unchanged, search its lines, and learn when a server is ready.
-
-The command writes to a pseudo-terminal if this process writes to a terminal, because programs print
-differently to a pipe. weighin passes the output on before it searches the output for patterns.
-"""
+"""Pass a command's output on unchanged, then search its lines, and learn when a server is ready."""
 
 import os
 import re
@@ -32,13 +28,11 @@ _LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not sear
 _PATIENCE_S: Final = (
     0.1  # for one search: a repeat inside a repeat, such as (a+)+, can take forever
 )
-_ANSWER_S: Final = 2.0
-_NO_SERVER: Final = 500  # a server that is not ready answers with this HTTP status or a higher one
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
 
 class _Channel:
-    """A pipe or a pseudo-terminal from the command to the descriptor ``target``."""
+    """A pipe to the descriptor ``target``; or a pseudo-terminal, as programs print differently to a pipe."""
 
     def __init__(self, target: int) -> None:
         is_terminal = os.isatty(target)
@@ -229,11 +223,11 @@ def answers(url: str) -> bool:
     import http.client  # takes 0.02 s
 
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER_S)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2.0)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     with closing(connection):
         try:
             connection.request("GET", path)
-            return connection.getresponse().status < _NO_SERVER
+            return connection.getresponse().status < 500
         except (OSError, http.client.HTTPException):
             return False

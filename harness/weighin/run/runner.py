@@ -27,29 +27,24 @@ from weighin.run import commands, interrupts
 from weighin.run.measure import Measured
 from weighin.units import format_bytes
 
-Following = Callable[[Sequence[Result]], Planned | None]
-"""Gets the run's results so far, and returns the next cell; None ends the run."""
 
-
-def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
-    """Run each cell that has no record, or those that ``following`` chooses; return all results."""
-    with (
-        only_writer(task.folder),
-        discarding(task),
-        interrupts.stoppable(),
-        ExitStack() as until_end,
-    ):
+def run(
+    task: Run,
+    progress: Progress,
+    following: Callable[[Sequence[Result]], Planned | None] | None = None,
+) -> list[Result]:
+    """Run each cell that has no record, or those that ``following`` returns, given the results so far; return all."""
+    with only_writer(task.folder), discarding(task), interrupts.stoppable(), ExitStack() as opened:
         results = task.begin()
         if task.settings.storage:
-            until_end.enter_context(staging.used(task.settings.storage))
+            opened.enter_context(staging.used(task.settings.storage))
         task.isolation.check()
         if task.settings.commands:  # without the lock, because a command may itself run weighin
             lines = task.isolation.remove_stale()
         else:
             from weighin.run import loads  # imports formats, which take 0.2 s
 
-            waiting = lambda text: progress.preparing(text, None)  # noqa: E731
-            until_end.enter_context(only_run(task.patience_s, waiting))
+            opened.enter_context(only_run(task.patience_s, progress))
             lines = task.isolation.remove_stale() + loads.remove_leftovers()
         for line in lines:
             progress.preparing(f"removed a leftover of a killed run: {line}", None)
@@ -146,12 +141,10 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
 
 
 @contextmanager
-def only_run(
-    patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
-) -> Iterator[None]:
+def only_run(patience_s: float = 0, progress: Progress | None = None) -> Iterator[None]:
     """Hold the machine's lock, the name of a socket, which any user can take, and which the kernel frees."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
-        deadline, is_told = time.monotonic() + patience_s, False
+        deadline = time.monotonic() + patience_s
         while True:
             try:
                 lock.bind(f"\0weighin-measuring{lock_suffix()}")
@@ -166,9 +159,9 @@ def only_run(
                     " other's figures",
                     exit_code=4,
                 )
-            if not is_told:
-                waiting("waiting for another run on this machine to end")
-            is_told = True
+            if progress:
+                progress.preparing("waiting for another run on this machine to end", None)
+                progress = None  # said once
             time.sleep(0.5)  # polling disturbs the measuring run
         yield
 
