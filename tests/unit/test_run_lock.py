@@ -55,12 +55,11 @@ def test_a_run_waits_for_another_one_that_ends(
     first = held(tmp_path / "lock")
     said = []
 
-    class Waiting(Progress):
-        def preparing(self, what: str, _: float | None) -> None:
-            said.append(what)
-            first.kill()  # the lock goes with its process
+    def waiting(what: str, _: float | None) -> None:
+        said.append(what)
+        first.kill()  # the lock goes with its process
 
-    with runner.only_run(30, Waiting()):
+    with runner.only_run(30, Progress(preparing=waiting)):
         pass
     first.communicate()
     assert said == ["waiting for another run on this machine to end"]

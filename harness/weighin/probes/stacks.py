@@ -78,7 +78,8 @@ class StackTaker:
         is_due = is_due or growth >= max(_MUCH_BYTES, self._taken[1] * _MUCH)
         margin_bytes = max(_MARGIN_BYTES, int((self._limit or 0) * _MARGIN))
         if self._limit and self._limit - usage_bytes <= margin_bytes:
-            least_bytes, is_due = margin_bytes // 16, True  # so 16 readings in it at most
+            # So 4 readings in the margin at most: growth is proven by those before it, too.
+            least_bytes, is_due = margin_bytes // 4, True
         if not self._program or not is_due or growth < least_bytes:
             return
         sizes = {}
