@@ -78,8 +78,7 @@ class StackTaker:
         is_due = is_due or growth >= max(_MUCH_BYTES, self._taken[1] * _MUCH)
         margin_bytes = max(_MARGIN_BYTES, int((self._limit or 0) * _MARGIN))
         if self._limit and self._limit - usage_bytes <= margin_bytes:
-            # So 4 readings in the margin at most: growth is proven by those before it, too.
-            least_bytes, is_due = margin_bytes // 4, True
+            least_bytes, is_due = margin_bytes // 4, True  # of the 8 kept, 4 show the growth before
         if not self._program or not is_due or growth < least_bytes:
             return
         sizes = {}
