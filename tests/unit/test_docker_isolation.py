@@ -16,7 +16,7 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import cgroup, select
 from weighin.isolation import docker as docker_isolation
 from weighin.isolation.base import Streams
-from weighin.isolation.docker import DockerIsolation
+from weighin.isolation.docker import DockerIsolation, connect, remove
 from weighin.probes.cgroup import LOCK_VARIABLE, this_process
 from weighin.units import MIB
 
@@ -243,6 +243,14 @@ def test_containers_that_the_engine_does_not_list_are_an_error(engine: RecordedE
     engine.says("GET /containers/json", Answer(500, {"message": "out of order"}))
     with pytest.raises(IsolationUnavailable, match="could not list the containers: out of order"):
         DockerIsolation().remove_stale()
+
+
+def test_a_container_that_is_being_removed_is_waited_for(engine: RecordedEngine) -> None:
+    engine.says("DELETE /containers/ID", Answer(409, {"message": "removal is in progress"}))
+    engine.says("POST /containers/ID/wait", Answer(200, {"StatusCode": 0}))
+    remove(connect(), CONTAINER)
+    [asked] = engine.asked("POST /containers/ID/wait")
+    assert asked.query["condition"] == "removed"
 
 
 @pytest.mark.parametrize("image", ["", "some:image"])
