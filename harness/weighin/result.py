@@ -363,12 +363,3 @@ class Result:
         """The state of the page cache before the load: ``NOT_DROPPED`` or ``cell.cache``."""
         is_warm = self.cell.cache == "cold" and self.cached_bytes_at_start
         return NOT_DROPPED if is_warm else self.cell.cache
-
-    @property
-    def page_bytes(self) -> int:
-        return int(self.environment.get("page_bytes", USUAL_PAGE_BYTES))
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """How many bytes of a mapped file the kernel reads ahead; 0 if the read-ahead is unknown."""
-        return WINDOWS_IN_FLIGHT * int(self.environment.get("read_ahead_bytes", 0))

@@ -19,7 +19,7 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.records.metrics import grouped, middle, use_needed_bytes
 from weighin.records.verdict import Judgement, Typical, Verdict, judge_all, typical
-from weighin.result import Outcome, Result
+from weighin.result import WINDOWS_IN_FLIGHT, Outcome, Result
 from weighin.units import MIB, format_bytes, format_exact
 
 PASSES: Final = 3
@@ -193,7 +193,9 @@ def _estimate(first: Result, aim: Aim) -> int | None:
         copies = (peaks.anon_sampled_bytes or 0) - before.anon_bytes * first.cell.ranks
         if 2 * files > size > 2 * copies:  # most of the model is in mapped pages of the file
             # With a smaller limit, the kernel reads ahead less: the load ends, but reads pages repeatedly.
-            return needed + _BESIDE_BYTES + (first.in_flight_bytes if aim is Aim.SURVIVES else 0)
+            windows = WINDOWS_IN_FLIGHT if aim is Aim.SURVIVES else 0
+            ahead_bytes = int(first.environment.get("read_ahead_bytes", 0))
+            return needed + _BESIDE_BYTES + windows * ahead_bytes
     return needed + needed // _PAGE_TABLE_SHARE + _BESIDE_COPIES_BYTES
 
 

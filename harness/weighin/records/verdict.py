@@ -11,7 +11,7 @@ from math import inf
 from typing import Final
 
 from weighin.records.metrics import grouped, middle
-from weighin.result import Outcome, Result, Stopped
+from weighin.result import USUAL_PAGE_BYTES, Outcome, Result, Stopped
 from weighin.units import format_bytes, format_seconds
 
 REFAULTS_PER_MODEL: Final = 0.10
@@ -63,7 +63,7 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
     pages = result.faults.workingset_refault_file if result.faults else None
     if pages is not None:
         pages += sum(phase.workingset_refault_file or 0 for phase in result.use_phases)
-    reread_bytes = (pages or 0) * result.page_bytes
+    reread_bytes = (pages or 0) * int(result.environment.get("page_bytes", USUAL_PAGE_BYTES))
     # So many pages show that a load thrashes, however short its time was.
     lost_time = not is_command and reread_bytes > MOST_REREAD * _size_read(result) > 0
     of, size = ("the limit", limit) if is_command else ("the model", result.model_bytes)

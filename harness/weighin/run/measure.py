@@ -283,8 +283,7 @@ class Watch:
             if seen.failed_ranks or all(each.is_done for each in self.ranks):
                 ends_s = min(ends_s, now_s + (_RANKS_END_S if seen.failed_ranks else _PATIENCE_S))
             if spec.readiness and self.sampler and self.sampler.oom_kills:
-                deadline = min(deadline, now_s + _AFTER_KILL_S) if ends_s == math.inf else deadline
-                ends_s = deadline
+                deadline = min(deadline, now_s + _AFTER_KILL_S)
         self.ended_ns = self.server_ready_ns or time.monotonic_ns()
 
     def _thrashes(self, reference: verdict.Reference) -> Stopped | None:
@@ -406,8 +405,8 @@ class Watch:
 
     def end(self) -> None:
         """Stop a server, wait for the end of the cell, and read its last figures."""
-        running, spec, is_server_ready = self.running, self._spec, self.server_ready_ns is not None
-        if is_server_ready:
+        running, spec, seen = self.running, self._spec, self.seen
+        if is_ready := self.server_ready_ns is not None:
             if self.sampler:
                 self.sampler.stop()
             running.send_signal(signal.SIGTERM)
@@ -416,53 +415,46 @@ class Watch:
         has_ended = running.wait(_PATIENCE_S)  # else it is in an uninterruptible sleep
         if spec.readiness:
             spec.readiness.end()
-            self.seen.ready = self.server_ready_ns is not None
+            seen.ready = self.server_ready_ns is not None
         if not self._is_frozen:
             self.at_end = self._counters()
-        if not self.seen.stopped and not spec.is_load:
+        if not seen.stopped and not spec.is_load:
             self.ended_rest = end_rest(running, spec.settings.grace_s)
         self.all_ended = not running.members()
         now = self._counters()  # what ran on after the first process may have grown, or been killed
-        if not is_server_ready:
-            oom_kills = largest((self.at_end.oom_kills, now.oom_kills))
-            self.at_end = replace(self.at_end, oom_kills=oom_kills)
+        oom_kills = [self.at_end.oom_kills, None if is_ready else now.oom_kills]
         if has_ended:
-            self.seen.ended = running.reap()
+            seen.ended = running.reap()
         self.listener.close()  # takes the last messages
         if self.sampler:
             self.sampler.stop()
             if not spec.is_load:  # the last sample has all page cache, which stays in the cgroup
                 self.sampler.without_caches()
-
-        self._collect_evidence()
-
-    def _collect_evidence(self) -> None:
-        seen, running, spec = self.seen, self.running, self._spec
-        seen.oom_kills = self.at_end.oom_kills
-        seen.peak_bytes = largest((self.peak_bytes, self.at_end.peak_bytes))
-        if self.sampler:
-            seen.oom_kills = largest((seen.oom_kills, self.sampler.oom_kills))
+            oom_kills.append(self.sampler.oom_kills)
             seen.escape, table = self.sampler.escape, self.sampler.table
             self.processes, most_bytes = table.processes(), table.most_anon_bytes
             if not seen.escape and is_beyond(most_bytes, self.peak_bytes):
                 most, peak = format_bytes(most_bytes), format_bytes(self.peak_bytes or 0)
                 had = f"a process had {most} of anonymous memory"
                 seen.escape = f"{had}, and its cgroup never more than {peak}"
+        seen.oom_kills = largest(oom_kills)
+        seen.peak_bytes = largest((self.peak_bytes, self.at_end.peak_bytes))
+        seen.kills, killed = (), cgroup.read_machine_oom_kills()
+        seen.machine_oom_kills = grown(self._machine_oom_kills, killed)
+        if seen.machine_oom_kills != 0:
+            self._read_kernel_log()
 
+    def _read_kernel_log(self) -> None:
         def limit_of(kill: Kill) -> int | None:
             around = (size for size, group in seen.limits if f"{group}".endswith(kill.limit_of))
-            return next(around, None) if kill.limit_of else spec.cell.ram_limit_bytes
+            return next(around, None) if kill.limit_of else self._spec.cell.ram_limit_bytes
 
-        seen.kills, now = (), cgroup.read_machine_oom_kills()
-        seen.machine_oom_kills = grown(self._machine_oom_kills, now)
-        if seen.machine_oom_kills == 0:
-            return
+        running, seen = self.running, self.seen
         pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
         log, self._log = self._log, None  # which is closed there
         kills = kernel_log.kills_since(log, running.cgroup, running.pid or 0, pids, self._home)
         seen.kills = kills and [replace(each, limit_bytes=limit_of(each)) for each in kills]
-        if kills is not None:
-            # The log names the processes that were killed: the others are not ours.
+        if kills is not None:  # the others are not ours
             seen.machine_oom_kills = len(kills)
 
     def close(self) -> None:
