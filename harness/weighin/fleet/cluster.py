@@ -28,8 +28,6 @@ with extra("ray", "--engine ray"):
 SLOT: Final = "weighin_slot"
 START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
 """The command that starts a node; add --head for the first node, and --address for the others."""
-_RETRIES: Final = 2  # after the third lost node, the cell itself may be the reason
-_NODE_ID: Final = "ray.io/node-id"
 _MONITOR: Final = "RAY_memory_monitor_refresh_ms"
 _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
@@ -63,7 +61,8 @@ class Cluster:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
-        self._task = ray.remote(num_cpus=0, resources={SLOT: 1}, max_retries=_RETRIES)(run)
+        # After the third lost node, the cell itself may be the reason.
+        self._task = ray.remote(num_cpus=0, resources={SLOT: 1}, max_retries=2)(run)
         self._code = own_code()
         self.gpus: dict[str, float] = {}  # of the living nodes
 
@@ -87,7 +86,7 @@ class Cluster:
     ) -> Future[Any]:
         """Let Ray run an assignment, as soon as a node is free, but on none of ``without``."""
         nodes = only or f"!in({','.join(without)})"
-        where = self._labels if nodes == "!in()" else self._labels | {_NODE_ID: nodes}
+        where = self._labels if nodes == "!in()" else self._labels | {"ray.io/node-id": nodes}
         task = self._task.options(num_gpus=gpus, label_selector=where)
         reference = task.remote({"weighin": self._code, **assignment})
         future: Future[Any] = reference.future()

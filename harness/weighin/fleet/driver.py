@@ -50,9 +50,9 @@ def engine_settings(
     """Return an engine's settings for plan.json; empty if this machine runs the cells one by one."""
     if name not in NAMES:
         raise UnknownName("engine", name, NAMES)
-    if name == "ray" and jobs > 1:
-        raise ConfigError("each node of a cluster runs one cell at a time", "leave jobs out")
     if name == "ray":
+        if jobs > 1:
+            raise ConfigError("each node of a cluster runs one cell at a time", "leave jobs out")
         return {"name": name, "address": address or "auto", "labels": dict(labels)}
     if address or labels:
         why = "address and labels have an effect only with --engine ray"

@@ -20,8 +20,6 @@ _LEAST_BYTES: Final = 48 * MIB
 """Most rules do not explain less memory than this: Python with a few libraries needs as much."""
 _NEAR: Final = 0.75  # of the command's highest memory: a stack below it does not count
 _MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more than one copy
-_WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
-_LEAST_STACKS: Final = 3
 
 _FRAME: Final = r"(.*) \((.*):(\d+)\)"
 _INSTALLED: Final = (
@@ -325,7 +323,7 @@ def _whole_file(facts: Facts) -> Cause | None:
         if file.mapped_bytes or file.position_bytes is None:
             continue
         grown = facts.grown_since([file])
-        is_its = file.is_open or max(file.position_bytes, grown) > _WHOLE_SHARE * file.size_bytes
+        is_its = file.is_open or max(file.position_bytes, grown) > 0.95 * file.size_bytes
         is_one = parses or grown < _MORE_THAN_ONE * file.size_bytes
         if is_its and is_one and grown > _LEAST_BYTES:
             has = f"{PurePath(file.path).name} has {size(file.size_bytes)}, and memory grew by {size(grown)}"
@@ -406,10 +404,10 @@ def _growth(facts: Facts) -> Cause | None:
     stacks = [one.stack for one in facts.places if (one.pid, one.frame) == (place.pid, place.frame)]
     rise = sorted({(one.t_ns, one.usage_bytes) for one in stacks if one.t_ns <= place.stack.t_ns})
     (start_ns, low), (end_ns, high) = rise[0], rise[-1]
-    if len(rise) < _LEAST_STACKS or high - low < _LEAST_BYTES:
+    if len(rise) < 3 or high - low < _LEAST_BYTES:
         return None
-    seconds = f"{(end_ns - start_ns) / 1e9:.1f} s"
-    words = f"Anonymous memory grew from {size(low)} to {size(high)} in {seconds}."
+    seconds = (end_ns - start_ns) / 1e9
+    words = f"Anonymous memory grew from {size(low)} to {size(high)} in {seconds:.1f} s."
     return Cause("growth", words, "Look for objects that this line of code keeps.")
 
 
