@@ -1,6 +1,5 @@
-"""Define the record of a cell (one measurement): a ``Result``. results/README.md says of every field
-what it is, when it is None (not measured, never zero), and whether it is exact or sampled. Times come from
-the machine's monotonic clock. A ``peak`` is a mark that the kernel or the allocator keeps.
+"""Define the record of a cell (one measurement): a ``Result``. results/README.md says of every field what it is,
+when it is None (not measured, never zero), and whether it is exact (a ``peak``) or sampled.
 """
 
 from collections.abc import Sequence

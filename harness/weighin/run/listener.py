@@ -135,9 +135,7 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class Reported:
-    """What one process has reported so far: its phases, and as a worker, what it has ``told``. The phases of a program
-    may be nested, and overlap; those of a worker follow each other, and the worker itself measures them.
-    """
+    """What one process has reported: a worker's phases, which it measures itself, or a program's, which may overlap."""
 
     pid: int = 0  # of a rank that has not reported anything
     told: Told = field(default_factory=Told)
@@ -281,9 +279,7 @@ class Reported:
 
 
 class Listener:
-    """Listens at a socket in ``folder``, from ``watch``, for which a process waits that sends a message earlier, until
-    ``close``. Ranks wait for each other: none gets an answer to a message in ``MET`` before all have sent it.
-    """
+    """Listens from ``watch`` to ``close``; no rank gets an answer to a message in ``MET`` before all have sent it."""
 
     def __init__(self, folder: Path, ranks: int = 1) -> None:
         self.path = folder / SOCKET

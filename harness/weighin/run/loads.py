@@ -347,9 +347,8 @@ class Loads:
         )
 
     def _check_limits(self, able: Sequence[Planned]) -> None:
-        """Refuse a limit below the memory of a rank before the load, x ranks, which a worker without a limit shows. It
-        also reads torch's libraries into the page cache, for which the first cell would be charged.
-        """
+        """Refuse a limit below what all ranks take before a load, as a worker without a limit shows."""
+        # Its import also reads torch's libraries into the page cache, which the first cell would be charged for.
         checkpoint, isolation = self._checkpoints[self._key(able[0])], self._task.isolation
         assert isinstance(checkpoint, cache.Prepared)
         job = self._job(able[0], checkpoint)

@@ -499,7 +499,6 @@ def end_rest(running: Running, grace_s: float) -> tuple[str, ...]:
 
 
 def cgroup_of(running: Running) -> Cgroup | None:
-    """Return the cgroup of what runs; None without one, or if weighin cannot see it."""
-    if not running.pid or not running.cgroup:
+    if not running.pid or not running.cgroup:  # there is none, or weighin cannot see it
         return None
     return running.opened or Cgroup(running.cgroup, cgroup.pressure_file_of(running.pid))
