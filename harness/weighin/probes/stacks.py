@@ -114,7 +114,7 @@ class StackTaker:
             except OSError as error:  # for example, this user has too many processes
                 self._error = f"py-spy does not start: {error.strerror}"
                 return []
-            except (subprocess.TimeoutExpired, ValueError, TypeError, KeyError) as error:
+            except Exception as error:  # no answer in time, or one of another kind
                 why = why or repr(error)
             finally:
                 self._read_s = time.monotonic()
