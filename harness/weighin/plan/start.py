@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -237,10 +238,15 @@ def _own_plans(mode: Literal["r", "a"]) -> FileIO:
 
 
 def _new_folder(labels: Sequence[str]) -> Path:
-    """Return ``results/TIME-LABELS``."""
+    """Return ``results/TIME-LABELS``, or a folder below a new temporary one if none can be made here."""
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S")]
     words += [re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "unnamed" for label in labels]
+    results, can_write = Path("results"), False
+    with suppress(FileNotFoundError):  # the current folder was deleted
+        can_write = os.access(results if results.exists() else Path.cwd(), os.W_OK | os.X_OK)
+    if not can_write:
+        results = Path(tempfile.mkdtemp(prefix=run_folder.TEMPORARY))
     name, number = "-".join(words), 1
-    while (folder := Path("results", f"{name}-{number}" if number > 1 else name)).exists():
+    while (folder := results / (f"{name}-{number}" if number > 1 else name)).exists():
         number += 1  # of another run in the same second
     return folder

@@ -34,6 +34,8 @@ from weighin.text import few, masked, one_line, printable
 
 RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
+TEMPORARY: Final = "weighin-results-"
+"""How the folder's name begins that is made for a run where no results can be written."""
 
 _MOST_BYTES: Final = 1024**3  # of about 180,000 records, or of twelve days of samples, 5 ms apart
 _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tells the size
@@ -278,6 +280,8 @@ def discard_unmeasured(run: Path) -> None:
         for folder in (run / "samples", run):
             if folder.exists():
                 folder.rmdir()
+        if run.parent.name.startswith(TEMPORARY):
+            run.parent.rmdir()
 
 
 def read_plan(run: Path) -> Plan:

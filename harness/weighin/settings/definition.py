@@ -117,10 +117,12 @@ def _as_environment(taken: str, value: object) -> object:
     return value
 
 
-def _check_address(text: str) -> str:
+def _check_address(text: str, info: ValidationInfo) -> str:
     parts = urlsplit(text)  # raises ValueError for http://[::1, as parts.port does for 99999
     if text and not (parts.scheme == "http" and parts.hostname and parts.port != 0):
         raise ValueError(f"{text!r} is not an HTTP address", "write http://HOST:PORT/PATH")
+    if text and info.data.get("ready"):
+        raise ValueError("it cannot be combined with --ready", "leave one of the two out")
     return text
 
 
