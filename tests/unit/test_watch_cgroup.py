@@ -131,7 +131,10 @@ def test_a_killed_cells_total_is_read_after_its_death(
     script: list[Step] = [*BASELINE, begin("read"), group.has(peak=80, oom_kills=1)]
     result = watched(FakeRunning(script, KILLED, pid=1, cgroup=group.start()))
     assert result.outcome is Outcome.OOM_KILLED
-    assert result.message == "killed by the kernel for lack of memory in phase 'read'"
+    assert result.message == (
+        "killed by the kernel for lack of memory in phase 'read': the load reached the limit of an"
+        " outer cgroup, or the end of the machine's memory"
+    )
     assert (result.peaks.cgroup_bytes, result.oom_kills, result.warnings) == (80, 1, ())
 
 
