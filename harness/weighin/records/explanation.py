@@ -118,11 +118,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What caused the memory use, and the certain remedy, if any."""
+    """What caused the memory use, the certain remedy, if any, and its line, if it is not the last one."""
 
     name: str
     words: str
     hint: str = ""
+    place: Place | None = None
 
 
 class Facts:
@@ -262,7 +263,8 @@ def _kinds(facts: Facts, needed: int) -> str:
 
 
 def _where(facts: Facts) -> str:
-    place, process = facts.place, facts.process
+    cause, process = facts.cause, facts.process
+    place = (cause and cause.place) or facts.place
     marks = [mark.text for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
     if place:
         by = f" in {_title_of(process)}" if process and len(facts.present) > 1 else ""
@@ -397,18 +399,27 @@ def _held(facts: Facts) -> Cause | None:
 
 
 def _growth(facts: Facts) -> Cause | None:
-    """Three stacks or more at one line, between which memory grew."""
+    """Three stacks or more with one line of the program, between which memory grew."""
     place = facts.place
     if place is None or re.fullmatch(_FILLS, place.stack.code) or place.runs(_KEEPS):
         return None
-    stacks = [one.stack for one in facts.places if (one.pid, one.frame) == (place.pid, place.frame)]
-    rise = sorted({(one.t_ns, one.usage_bytes) for one in stacks if one.t_ns <= place.stack.t_ns})
-    (start_ns, low), (end_ns, high) = rise[0], rise[-1]
-    if len(rise) < 3 or high - low < _LEAST_BYTES:
-        return None
-    seconds = (end_ns - start_ns) / 1e9
-    words = f"Anonymous memory grew from {size(low)} to {size(high)} in {seconds:.1f} s."
-    return Cause("growth", words, "Look for objects that this line of code keeps.")
+    mine = [one for one in facts.places if one.pid == place.pid and not one.waits]
+    for at, frame in enumerate(place.frames):
+        stacks = [one.stack for one in mine if frame in one.frames]
+        rise = sorted((one.t_ns, one.usage_bytes) for one in stacks if one.t_ns <= place.stack.t_ns)
+        is_usual = frame == place.frame or len(stacks) >= len(mine) / 2
+        if frame.is_library or len({*rise}) < 3 or not is_usual:
+            continue
+        (start_ns, low), (end_ns, high) = rise[0], rise[-1]
+        if high - low >= _LEAST_BYTES:
+            seconds = (end_ns - start_ns) / 1e9
+            words = f"Anonymous memory grew from {size(low)} to {size(high)} in {seconds:.1f} s."
+            hint, line = (
+                "Look for objects that this line keeps.",
+                Place(place.stack, place.frames[at:]),
+            )
+            return Cause("growth", words, hint, line)
+    return None
 
 
 def _page_cache(facts: Facts) -> Cause | None:
