@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,3 +143,17 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+_IGNORES = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--use", "fork"), ("--ranks", "2", "--use", "none")])
+def test_a_parent_that_ignores_the_end_of_its_children_stops_no_run(
+    command: CommandLine, options: tuple[str, ...]
+) -> None:
+    words = ("bench", "gpt2-tiny", "-s", "baseline", *PLAIN, *options, "--out", "out")
+    ended = command.run(*words, before=(sys.executable, "-c", _IGNORES))
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert [one["outcome"] for one in command.records("out")] == ["ok"]

@@ -6,6 +6,7 @@ the functions that need them. ``weighin list`` therefore answers at once.
 
 import gc
 import os
+import signal
 import sys
 from importlib import import_module
 from io import TextIOWrapper
@@ -78,6 +79,7 @@ def app(context: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit; print a HarnessError or OSError as two lines."""
     child_process.is_program = True
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it leaves no child to wait for
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # the terminal's encoding may lack a character
             stream.reconfigure(errors="replace")

@@ -3,6 +3,7 @@ it imports before torch adds to the figures, so that even pathlib, which takes 1
 """
 
 import os
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it leaves no child to wait for
     folder, *ranks = sys.argv[1:]
     marks = Marks(folder, *map(int, ranks))
     job = marks.job
