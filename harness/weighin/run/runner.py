@@ -136,7 +136,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         raise Interrupted(message, f"resume it: {again}") from None
     except HarnessError as error:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
-            error.repair += f"; then resume: {again}"
+            error.repair = f"{error.repair}; then resume: {again}".removeprefix("; then ")
         raise
 
 
