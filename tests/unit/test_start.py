@@ -1,6 +1,7 @@
 """From what was asked for to a run, and from its folder back to the same run."""
 
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,18 @@ def test_a_plan_that_somebody_else_wrote_is_not_resumed(
         resume(Path("run"))
     assert caught.value.message.startswith("run/plan.json lacks the strategy or command ")
     assert caught.value.repair == "start a new run"
+
+
+def test_a_strategy_that_torch_keeps_from_a_checkpoint_says_what_loading_it_would_do(
+    here: Path,
+) -> None:
+    torch.save({"model": {"weight": torch.zeros(2)}, "args": Namespace(lr=1)}, "training.pt")
+    own = [{"name": "baseline", "options": {"key": "model"}}]
+    text = complaint(lambda: started(strategies=own, checkpoint="training.pt", key="model"))
+    assert text.splitlines()[0] == (
+        "weighin skips every measurement of the run: baseline: torch.load(weights_only=True) refuses"
+        " argparse.Namespace in training.pt; weights_only=False runs code from the file"
+    )
 
 
 def test_a_gpu_cell_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

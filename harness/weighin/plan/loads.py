@@ -198,6 +198,7 @@ def _of_this_run(
         return each
     refused = formats.read(checkpoint, selection).refused
     why = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}"
+    why += "; weights_only=False runs code from the file"
     return replace(each, skip=f"{each.cell.strategy}: {why}" if refused else "")
 
 
