@@ -69,6 +69,10 @@ def cluster(plan: dict[str, Any]) -> None:
     plan["settings"]["engine"] = {"name": "ray", "address": "ray://evil:10001", "labels": {}}
 
 
+def image(plan: dict[str, Any]) -> None:
+    plan["settings"] |= {"image": "evil", "mounts": [""], "engine": {"name": "ray", "address": ""}}
+
+
 def folder(plan: dict[str, Any]) -> None:
     Path("lib").mkdir(exist_ok=True)
     Path("lib/evil.py").touch()
@@ -83,11 +87,12 @@ def shown(here: Path) -> dict[Callable[[dict[str, Any]], None], str]:
         variable: "environment LD_PRELOAD=/evil.so; environment MALLOC_ARENA_MAX=2",
         mount: "mount /etc",
         cluster: "Ray cluster ray://evil:10001",
+        image: "image evil",
         folder: f"builder evil:build with {{}}; folder of modules {here}/lib",
     }
 
 
-@pytest.mark.parametrize("change", [builder, strategy, variable, mount, cluster, folder])
+@pytest.mark.parametrize("change", [builder, strategy, variable, mount, cluster, image, folder])
 def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     here: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:

@@ -175,7 +175,7 @@ def label_of(command: Sequence[str]) -> str:
 def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
     """Return what a plan names that is neither part of weighin nor installed: of a plan of commands, each."""
     address = settings.engine.get("address")  # Ray unpickles, and so runs, what a cluster sends
-    found = [("Ray cluster", address)] if address not in (None, "auto") else []
+    found = [("Ray cluster", "" if address == "auto" else address), ("image", settings.image)]
     if settings.commands:
         found += [("command", join(cell.command)) for cell in cells]
     else:
@@ -199,7 +199,7 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
         found += [("strategy", path) for path in paths if Path(path).resolve() not in known]
         found += [("use", path) for path in settings.use_paths.values()]
         found += [("mount", path) for path in settings.mounts]
-    return list(dict.fromkeys(printable(f"{kind} {what}") for kind, what in found))
+    return list(dict.fromkeys(printable(f"{kind} {what}") for kind, what in found if what))
 
 
 def remember(plan: bytes) -> None:
