@@ -57,7 +57,7 @@ def test_a_suite_lists_one_environment_or_several(given: Any, read: list[dict[st
         ({"A": True}, ".A: input should be a valid string, got True\nwrite the value in quotes"),
         ({"A": [1]}, r".A: input should be a valid string, got \[1\]"),
         ({"A": "a\0b"}, ": 'A' cannot be set"),
-        ({3: "x"}, r".\[key\]: input should be a valid string, got 3"),
+        ({3: "x"}, ": the name 3 is not a text\nwrite the name in quotes"),
         ({"PYTHONPATH": "x"}, ": weighin sets PYTHONPATH itself"),
         ({"WEIGHIN_WORKER": "x"}, ": weighin sets WEIGHIN_WORKER itself"),
     ],

@@ -146,6 +146,11 @@ def test_a_plan_keeps_what_only_a_command_line_may_set() -> None:
     assert kept(settings) == settings
 
 
+def test_a_plan_keeps_a_variable_that_weighin_has_set_itself_only_since() -> None:
+    found = read_plan({"environment": [{"HOME": "/x"}]}, [], Path("plan.json"))
+    assert found.environment == [{"HOME": "/x"}]
+
+
 OLD: dict[str, Any] = {
     "seed": 0,
     "checkpoint": None,

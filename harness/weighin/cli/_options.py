@@ -193,6 +193,7 @@ def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType(
 
         content = definition.read_suite_file(path := suite_file(suite), kind)
         content = {key: one for key, one in content.items() if key not in unused}
+        sources[0] = definition.in_file(path), start
         sources.append((definition.in_file(path), content))
     sources.append((lambda path: definition.typed_as(path, verb), typed))
     return definition.merge(sources, kind)

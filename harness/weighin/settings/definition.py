@@ -31,6 +31,7 @@ from pydantic_core import PydanticCustomError
 from weighin.cell import FORWARD, Cell, ModelSpec
 from weighin.errors import ConfigError, UnknownName
 from weighin.records.floor import COARSEST, Aim
+from weighin.records.run_folder import in_shard
 from weighin.stream.pretrained_library import FolderChoice, Selection
 from weighin.text import printable
 from weighin.units import LONGEST_S, MIB, parse_bytes, parse_rate, parse_seconds
@@ -44,6 +45,8 @@ DTYPES = {
     "float16": "float16", "fp16": "float16",
 }  # fmt: skip
 """The dtypes that a load may give floating-point tensors, by the names that a user may write."""
+_One = TypeVar("_One")
+_Kind = TypeVar("_Kind", bound=BaseModel)
 IN_PLAN: Final = "plan"
 """The context in which pydantic validates the settings of a plan."""
 MODELS: Final = "a model"
@@ -81,8 +84,15 @@ def _listed(value: object) -> list[object]:
 def _by_name(value: object) -> object:
     """Return a list in which an entry that is no mapping, but a name, is {"name": entry}."""
     return [
-        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _listed(value)
+        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _as_list(value)
     ]
+
+
+def _parsed(parse: Callable[[str], _One], text: str) -> _One:
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ValueError(error.message, error.repair) from None
 
 
 def _as_number(parse: Callable[[str], int], value: object, info: ValidationInfo) -> object:
@@ -94,10 +104,7 @@ def _as_number(parse: Callable[[str], int], value: object, info: ValidationInfo)
         return value
     if str(value).lower() == "none":
         return None
-    try:
-        return parse(str(value))
-    except ConfigError as error:
-        raise ValueError(error.message, error.repair) from None
+    return _parsed(parse, str(value))
 
 
 def _parse_limit(text: str) -> int:
@@ -107,12 +114,14 @@ def _parse_limit(text: str) -> int:
     return size
 
 
-def _as_environment(taken: str, value: object) -> object:
-    """Check variables; ``taken`` matches the names of those that weighin sets itself."""
+def _as_environment(taken: str, value: object, info: ValidationInfo) -> object:
+    """Check variables; ``taken`` matches the names that weighin sets itself, which an older plan may have."""
     for name, text in value.items() if isinstance(value, dict) else ():
-        if not re.fullmatch(r"[^=\0]+", str(name)) or "\0" in str(text):
+        if not isinstance(name, str):
+            raise ValueError(f"the name {name!r} is not a text", "write the name in quotes")  # noqa: TRY004 (pydantic takes no TypeError)
+        if not re.fullmatch(r"[^=\0]+", name) or "\0" in str(text):
             raise ValueError(f"{name!r} cannot be set", "write as in {MALLOC_ARENA_MAX: 2}")
-        if re.fullmatch(taken, str(name)):
+        if info.context != IN_PLAN and re.fullmatch(taken, name):
             raise ValueError(f"weighin sets {name} itself", f"leave {name} out")
     return value
 
@@ -148,8 +157,6 @@ def _check_commands(commands: "list[SuiteCommand]") -> "list[SuiteCommand]":
 
 _LOADS: Final = "bench floor predict recommend"
 _MEASURED: Final = "bench floor run"
-_One = TypeVar("_One")
-_Kind = TypeVar("_Kind", bound=BaseModel)
 _Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     BeforeValidator(lambda value: DTYPES.get(value, value) if isinstance(value, str) else value),
@@ -158,6 +165,7 @@ _Path = Annotated[Path, PlainSerializer(str)]
 _Pattern = Annotated[str, AfterValidator(_check_pattern)]
 _Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
 _Label = Annotated[str, AfterValidator(lambda name: printable(name) or "command")]
+_Shard = Annotated[str, AfterValidator(partial(_parsed, lambda text: in_shard((), text) or text))]
 _Names = Annotated[list[str], BeforeValidator(_listed)]
 _Word = Annotated[str, Field(coerce_numbers_to_str=True)]
 _Variables = Annotated[dict[str, _Word], BeforeValidator(partial(_as_environment, ""))]
@@ -252,7 +260,7 @@ class SuiteCommand(Strict):
         ),
         Field(min_length=1),
     ]
-    """The program and its arguments: a list, or one text that is split as a shell splits it."""
+    """The program and its arguments: a list of words, without a shell's quotes, or one text that is split as a shell splits it."""
     cold: Annotated[_Several[str], Option(HOW, "run floor", "PATH", is_repeatable=True)] = []
     """Drop this file or folder from the page cache before each start: else the pages that another program read before are missing in the figures."""
     marks: Annotated[_Several[_Pattern], Option(HOW, "run", "REGEX", ("--mark",), True)] = []
@@ -319,6 +327,7 @@ class Load(Strict):
     """Whether the strategies load a checkpoint or save one."""
     strategies: Annotated[
         _Named[SuiteStrategy],
+        BeforeValidator(_listed),
         Option(WHAT, "bench floor predict", "NAMES", ("--strategies", "--strategy", "-s"), True),
     ] = Field(default_factory=_usual_strategies)
     """Ways of loading: names of `weighin list strategies`, files (./mine.py), or all. Default: six, or for saves all."""
@@ -385,7 +394,7 @@ class Measure(Strict):
     """With the engine ray, the cluster's address, HOST:PORT. Default: auto, the cluster of this machine."""
     labels: Annotated[dict[str, str], Field(exclude=True)] = {}
     """With the engine ray, the labels that a node must have: `ray.io/accelerator-type=H100`."""
-    shard: str = ""
+    shard: _Shard = ""
     """The part of the cells that this run measures: 2/8 is every eighth, beginning with the second."""
     wait: Annotated[bool, Field(exclude=True)] = False
     """If another run is measuring on this machine, wait for its end instead of ending with code 4."""
@@ -543,7 +552,7 @@ def merge(sources: Sequence[tuple[Place, Mapping[str, Any]]], kind: str = MODELS
     """Return the settings of several sources, of which a later one overrides the earlier ones.
 
     A source that names models takes none of the other keys of ``Model`` from the earlier ones, because
-    a checkpoint or an argument is one model's own.
+    a checkpoint or an argument is one model's own. The first source's place is that of what no source has.
     """
     content: dict[str, Any] = {}
     written: dict[str, Place] = {}
@@ -558,7 +567,8 @@ def merge(sources: Sequence[tuple[Place, Mapping[str, Any]]], kind: str = MODELS
 
     settings = validate(Settings, content, named, kind)
     if not (settings.models or settings.commands):
-        raise ConfigError(f"the suite has no {KEYS[kind][0]}", f"write the key {KEYS[kind][0]}")
+        place, key = sources[0][0], KEYS[kind][0]
+        raise ConfigError(f"{place(key)}: the suite has none", f"write the key {key}")
     return settings
 
 

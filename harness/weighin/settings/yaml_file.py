@@ -29,15 +29,17 @@ class _Loader(yaml.SafeLoader):
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return a YAML file's top-level mapping; raise ConfigError that names the file and, for wrong YAML, the line."""
     try:
-        content = parse(read_bytes(path, MIB), str(path))
+        content = parse(read_bytes(path, MIB).decode(), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a mapping of keys to values")
     return content
 
 
-def parse(text: str | bytes, place: str) -> Any:
+def parse(text: str, place: str) -> Any:
     """Return the value of a YAML text; raise ConfigError that names its ``place``."""
     try:
         return bounded(yaml.load(text, _Loader))  # noqa: S506 (a safe one)
@@ -46,6 +48,8 @@ def parse(text: str | bytes, place: str) -> Any:
         line = f", line {mark.line + 1}" if mark else ""
         problem = one_line(getattr(error, "problem", None) or str(error))
         raise ConfigError(f"{place}{line}: not YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{place}: too many nested values") from None
     # A number or a date that Python does not accept, or more than ``bounded`` accepts.
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{place}: {one_line(str(error))}") from None
