@@ -87,14 +87,25 @@ def test_an_engine_that_starts_a_command_outside_the_containers_group_is_refused
     assert "systemctl --user start docker" in caught.value.repair
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("page not found", r"\(Podman 4.3 cannot\): page not found"),
+        ("No such container: 1", "could not start a container: No such container: 1"),
+    ],
+)
 def test_an_engine_that_cannot_limit_a_container_that_runs_is_refused(
-    isolation: DockerIsolation, start: Start, monkeypatch: pytest.MonkeyPatch
+    words: str,
+    told: str,
+    isolation: DockerIsolation,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def update(*_: object, **__: object) -> None:
-        raise NotFound("page not found")
+        raise NotFound(words)
 
     monkeypatch.setattr(isolation._client, "update_container", update)
-    with pytest.raises(IsolationUnavailable, match=r"\(Podman 4.3 cannot\): page not found"):
+    with pytest.raises(IsolationUnavailable, match=told):
         start("pass", limit_bytes=64 * MIB)
 
 

@@ -2,24 +2,35 @@
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from leftovers import wait_until
 from recorded_engine import CONTAINER, Answer, RecordedEngine, playing
 from scripts import JOB
 
+from weighin import child_process
 from weighin.cell import Cell, Job
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import cgroup, select
 from weighin.isolation import docker as docker_isolation
-from weighin.isolation.base import Streams
-from weighin.isolation.docker import DockerIsolation, connect, remove
-from weighin.probes.cgroup import LOCK_VARIABLE, this_process
+from weighin.isolation.base import Exit, Streams
+from weighin.isolation.docker import DockerIsolation, DockerStarted, connect, remove
+from weighin.probes.cgroup import LOCK_VARIABLE, is_exiting, this_process
 from weighin.units import MIB
 
+LAST_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=[60]).start()
+print(end="x", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
 ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 
 
@@ -245,12 +256,79 @@ def test_containers_that_the_engine_does_not_list_are_an_error(engine: RecordedE
         DockerIsolation().remove_stale()
 
 
-def test_a_container_that_is_being_removed_is_waited_for(engine: RecordedEngine) -> None:
-    engine.says("DELETE /containers/ID", Answer(409, {"message": "removal is in progress"}))
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_container_that_is_being_removed_is_waited_for(
+    status: int, engine: RecordedEngine
+) -> None:
+    under_way = Answer(409, {"message": "removal is in progress"})
+    engine.says("DELETE /containers/ID", under_way, Answer(status, {"message": "busy"}))
     engine.says("POST /containers/ID/wait", Answer(200, {"StatusCode": 0}))
-    remove(connect(), CONTAINER)
+    if status == 404:
+        remove(connect(), CONTAINER)
+    else:  # the other removal failed
+        with pytest.raises(IsolationUnavailable, match=f"remove the container {CONTAINER}: busy"):
+            remove(connect(), CONTAINER)
     [asked] = engine.asked("POST /containers/ID/wait")
     assert asked.query["condition"] == "removed"
+
+
+class Held(DockerStarted):
+    """A command whose container has ``others``: processes that this user may not kill."""
+
+    others: tuple[int, ...] = ()
+
+    def __init__(self, pid: int) -> None:
+        self._client, self._container, self.exec = connect(), CONTAINER, "ab" * 32
+        self._first_stdin, self._code = None, 137
+        self._first_pid = self.pid = pid
+        self._pump: Any = SimpleNamespace(finish=lambda: None, close=lambda: None)
+
+    def members(self) -> list[int]:
+        return [*self.others]
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "60"]) as running:
+        yield running.pid
+        running.kill()
+
+
+@pytest.mark.parametrize("status", [204, 409, 500])
+@pytest.mark.parametrize(("code", "is_over"), [(3, True), (None, False)])
+def test_a_container_that_only_the_engine_may_kill(
+    status: int,
+    code: int | None,
+    is_over: bool,
+    engine: RecordedEngine,
+    sleeper: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError
+
+    (running := Held(sleeper)).others = (1,)
+    state = Answer(200, {"Running": not is_over, "ExitCode": code})
+    engine.says("GET /exec/ID/json", state, Answer(404, {"message": "no such exec"}))
+    engine.says("POST /containers/ID/kill", Answer(status, {"message": "out of order"}))
+    engine.says("DELETE /containers/ID", Answer(500, {"message": "out of order"}))
+    monkeypatch.setattr(child_process, "signal_each", denied)
+    running.kill()
+    running.kill()
+    assert engine.calls() == ["POST /containers/ID/kill"]
+    assert running.reap() == (Exit(3) if is_over else Exit(None, signal=9))
+    with pytest.raises(IsolationUnavailable, match="remove the container"):
+        running.close()
+
+
+def test_without_a_pidfd_a_command_lives_until_its_last_thread_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", LAST_THREAD], stdout=subprocess.PIPE) as command:
+        assert command.stdout and command.stdout.read(1)
+        running = Held(command.pid)
+        wait_until(lambda: is_exiting(command.pid), "the first thread runs")
+        assert not running.has_ended()
+        command.kill()
+        wait_until(running.has_ended, "it does not end")
 
 
 @pytest.mark.parametrize("image", ["", "some:image"])

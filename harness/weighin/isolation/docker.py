@@ -255,6 +255,7 @@ class DockerStarted(Running):
     ) -> None:
         self._client, self._container = client, container
         self._first_pid, self._first_stdin = 0, None  # of the container's first process
+        self._code = 128 + signal.SIGKILL  # if the container ends before the engine tells another
         self._pump: Any = None
         try:
             self._pump = _Pump(streams, self.send_signal)
@@ -301,7 +302,9 @@ class DockerStarted(Running):
                 client.update_container(
                     self._container, mem_limit=limit_bytes, memswap_limit=limit_bytes
                 )
-            except NotFound as error:  # no such call
+            except NotFound as error:
+                if "no such container" in first_line(error).lower():  # it was removed meanwhile
+                    raise
                 raise IsolationUnavailable(
                     "the engine cannot limit a container that runs (Podman 4.3 cannot):"
                     f" {first_line(error)}",
@@ -316,7 +319,9 @@ class DockerStarted(Running):
 
     def has_ended(self) -> bool:
         if self.process is None:
-            return self.ended is not None or groups.is_exiting(self.pid)
+            # The first thread may have ended before the others.
+            threads = [*Path(f"/proc/{self.pid}/task").glob("*")]
+            return self.ended is not None or (groups.is_exiting(self.pid) and len(threads) < 2)
         return self.ended is not None or bool(child_process.ready([self.process], 0))
 
     def reap(self) -> Exit:
@@ -328,20 +333,20 @@ class DockerStarted(Running):
         return self.ended
 
     def _read_exit(self) -> Exit:
-        deadline, code = time.monotonic() + child_process.PATIENCE_S, 128 + signal.SIGKILL
+        deadline = time.monotonic() + child_process.PATIENCE_S
         # NotFound: the container was killed, and then removed.
         with explained("report how a command ended"), suppress(NotFound):
             while (state := self._client.exec_inspect(self.exec))["Running"]:
                 if time.monotonic() > deadline:
                     return Exit(None, still_runs=True)
                 time.sleep(_PAUSE_S)
-            code = int(state["ExitCode"])
+            self._code = int(state["ExitCode"])
         if groups.is_exiting(self._first_pid):
             self.unseen = "the container was killed with its command, so the last counters are lost"
         # For the engine, "exit 137" and SIGKILL are the same; Linux tells them apart since 6.15.
         status = None if self.process is None else child_process.wait_status(self.process)
-        number = code - 128 if status is None else os.WTERMSIG(status)
-        return Exit(None, signal=number) if 0 < number <= signal.NSIG else Exit(code)
+        number = self._code - 128 if status is None else os.WTERMSIG(status)
+        return Exit(None, signal=number) if 0 < number <= signal.NSIG else Exit(self._code)
 
     def members(self) -> list[int]:
         pids = groups.members_of(self.cgroup) if self.cgroup else []
@@ -355,7 +360,10 @@ class DockerStarted(Running):
                 child_process.signal_each(new)
                 killed |= new
         except PermissionError:  # of a rootless engine
-            remove(self._client, self._container)
+            with suppress(*_ERRORS):  # ``close`` removes it again, and tells
+                state = self._client.exec_inspect(self.exec)  # which goes with the container
+                self._code = self._code if state["Running"] else int(state["ExitCode"])
+                self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
         super().close()
@@ -470,6 +478,7 @@ def remove(client: docker.APIClient, container: str) -> None:
             if error.status_code != codes.conflict:
                 raise
             client.wait(container, timeout=10, condition="removed")  # it is being removed
+            client.remove_container(container, v=True, force=True)  # in case that this failed
 
 
 def connect() -> docker.APIClient:
