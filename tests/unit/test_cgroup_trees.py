@@ -1,8 +1,10 @@
 """Cells in cgroups of every kind: their groups, their limits, and that nothing of them is left."""
 
+import errno
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -14,6 +16,7 @@ from leftovers import Piped, wait_until
 from scripts import JOB
 
 from weighin.cell import Cell
+from weighin.child_process import PATIENCE_S
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import cgroup
 from weighin.isolation.base import Exit, Streams
@@ -290,6 +293,28 @@ def test_a_process_that_does_not_end_is_named_with_its_group(
     assert group.exists()
 
 
+def test_a_group_that_the_kernel_does_not_let_go_is_no_running_process(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(cgroup, "PATIENCE_S", 0)
+    (dead := kernel.memory / f"weighin.{ENDED}.0").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        assert CgroupIsolation().remove_stale() == []
+        with pytest.raises(IsolationUnavailable) as caught:
+            cgroup.remove([dead])
+    assert caught.value.message.endswith("after SIGKILL to its processes: Operation not permitted")
+    assert caught.value.repair == f"rmdir {dead}"
+
+
+def test_a_group_that_cannot_be_entered_is_named(tmp_path: Path) -> None:
+    with pytest.raises(IsolationUnavailable, match=f"cannot enter {tmp_path}/gone/cgroup.procs"):
+        Started(("true",), groups=[tmp_path / "gone"], is_worker=True)
+
+
 def test_all_groups_are_removed_but_the_one_whose_process_does_not_end(
     hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,12 +351,13 @@ def test_the_groups_of_a_worker_that_does_not_end_can_be_removed_later(
     hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = Started(("sleep", "60"), groups=(groups := cgroup.make()))
-    monkeypatch.setattr(cgroup, "PATIENCE_S", 0)
     hybrid.busy.add(groups[0])
+    began_s = time.monotonic()
     with monkeypatch.context() as patch:
         patch.setattr(Started, "reap", lambda _: Exit(None, still_runs=True))
-        with pytest.raises(StillRunning):
+        with pytest.raises(StillRunning, match=f"process {running.pid} does not end"):
             running.close()
+    assert time.monotonic() - began_s < PATIENCE_S / 2  # it was waited for before
     assert hybrid.groups() == [groups[0]]
     hybrid.busy.clear()
     running.close()

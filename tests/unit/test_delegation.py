@@ -1,6 +1,7 @@
 """Where cells' groups can be made, and the memory that is there: on trees of every kind."""
 
 import os
+import subprocess
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -121,6 +122,14 @@ def test_a_group_whose_processes_fork_again_and_again_is_no_root(
     assert cgroup.groups_root() is None
 
 
+def test_a_leaf_into_which_nothing_can_be_moved_does_not_stay(v2: Kernel) -> None:
+    group = scope(v2)
+    refuse_root(v2)
+    v2.refused.add(group / "weighin-parent" / "cgroup.procs")
+    assert cgroup.groups_root() is None
+    assert not (group / "weighin-parent").exists()
+
+
 def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:
     with ((group := scope(v2)) / "cgroup.controllers").open("w") as file:
         file.write("pids")
@@ -191,6 +200,8 @@ def entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command in whose scope weighin goes on; a user manager of systemd is there."""
     command: list[str] = []
     monkeypatch.setattr(os, "execvp", lambda _, words: command.extend(words))
+    run = subprocess.run
+    monkeypatch.setattr("subprocess.run", lambda words, **how: run(words[-1:], **how))
     monkeypatch.setenv("WEIGHIN_DELEGATED", "")  # so that it is restored
     monkeypatch.delenv("WEIGHIN_DELEGATED")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
@@ -200,7 +211,7 @@ def entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kernel", ["v1", "v2"], indirect=True)
-@pytest.mark.parametrize("lacks", ["", "systemd-run", "manager", "scope"])
+@pytest.mark.parametrize("lacks", ["", "systemd-run", "manager", "scope", "consent"])
 def test_a_user_on_v2_goes_on_in_a_delegated_scope(
     kernel: Kernel,
     tmp_path: Path,
@@ -214,6 +225,8 @@ def test_a_user_on_v2_goes_on_in_a_delegated_scope(
         (tmp_path / "run" / "systemd" / "private").rmdir()
     if lacks == "scope":
         monkeypatch.setenv("WEIGHIN_DELEGATED", "1")  # this process is in one already
+    if lacks == "consent":
+        monkeypatch.setattr("subprocess.run", lambda *_, **__: subprocess.CompletedProcess((), 1))
     cgroup.enter_scope(["bench", "gpt2-tiny"])
     assert bool(entered) == (kernel.memory == kernel.unified and not lacks)
     if entered:

@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -75,17 +76,18 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
 
 def enter_scope(arguments: Sequence[str]) -> None:
     """Replace this process by ``python -m weighin ARGUMENTS`` in a delegated scope of the systemd user manager, if
-    this user can create cgroups only there.
+    this user can create cgroups only there. If the manager refuses, systemd-run says why, and nothing changes.
     """
     manager = Path(os.environ.get("XDG_RUNTIME_DIR", ""), "systemd", "private")
-    if _ENTERED in os.environ or not (shutil.which("systemd-run") and manager.exists()):
+    if _ENTERED in os.environ or not (shutil.which("systemd-run") and os.access(manager, os.W_OK)):
         return
     if (memory_hierarchy() or (0,))[0] != 2 or groups_root():
         return
-    scope = ("systemd-run", "--user", "--scope", "--quiet", "--collect", "-p", "Delegate=yes")
-    command = (*scope, "--", *child_process.module("weighin", *arguments))
-    os.environ[_ENTERED] = "1"
-    os.execvp(command[0], command)  # noqa: S606 (no shell is wanted)
+    scope = ("systemd-run", "--user", "--scope", "--quiet", "--collect", "-p", "Delegate=yes", "--")
+    if not subprocess.run((*scope, "true"), check=False).returncode:
+        os.environ[_ENTERED] = "1"
+        command = (*scope, *child_process.module("weighin", *arguments))
+        os.execvp(command[0], command)  # noqa: S606 (no shell is wanted)
 
 
 def _group_of(pid: int) -> Path | None:
@@ -107,7 +109,7 @@ def _enables_memory(folder: Path) -> bool:
                 control.write_text("+memory")
         except OSError as error:
             if error.errno != errno.EBUSY:
-                return False
+                break
         else:
             return True
         with suppress(OSError):  # a group of threads cannot be read
@@ -115,6 +117,8 @@ def _enables_memory(folder: Path) -> bool:
             for pid in (folder / "cgroup.procs").read_text().split():
                 with suppress(OSError):  # it has ended, or is not to be moved
                     (leaf / "cgroup.procs").write_text(pid)
+    with suppress(OSError):  # it was never made, or has processes
+        leaf.rmdir()
     return False
 
 
@@ -123,7 +127,7 @@ def roots() -> list[Path]:
     if (root := groups_root()) is None:
         raise IsolationUnavailable("this user may not create memory cgroups", _REPAIR)
     pressure = pressure_hierarchy() if memory_hierarchy() == (1, root) else None
-    return [root, pressure] if pressure and os.access(pressure, os.W_OK) else [root]
+    return [root, pressure] if pressure else [root]
 
 
 def make(cell: Cell | None = None) -> list[Path]:
@@ -136,8 +140,10 @@ def make(cell: Cell | None = None) -> list[Path]:
             for group in groups:
                 group.mkdir()
         except OSError as error:
-            why = f"cannot create the memory cgroup {error.filename}: {error.strerror}"
-            raise IsolationUnavailable(why, _REPAIR) from None
+            if group == groups[0]:
+                why = f"cannot create the memory cgroup {group}: {error.strerror}"
+                raise IsolationUnavailable(why, _REPAIR) from None
+            groups.remove(group)  # it only adds PSI, which a record may lack
         if cell and cell.ram_limit_bytes is not None:
             limit(groups[0], cell.ram_limit_bytes)
         if cell and cell.ram_high_bytes is not None:
@@ -184,11 +190,11 @@ def kill_members(group: Path) -> None:
         signal_each(members_of(group))
 
 
-def remove(groups: Sequence[Path]) -> None:
-    """Kill the processes in cgroups and below, and remove the cgroups. StillRunning: one cannot be removed for
-    10 s, for example for a process that does not end; the others were removed.
+def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
+    """Kill the processes in cgroups and below, ``waits`` for 10 s, and remove the cgroups. StillRunning: a process
+    does not end; IsolationUnavailable: the kernel refuses it. The others were removed.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S * waits
     left: OSError | None = None
     for group in groups:
         while group.exists():
@@ -204,7 +210,7 @@ def remove(groups: Sequence[Path]) -> None:
                     break
                 time.sleep(0.005)
     if left:
-        raise StillRunning(
-            f"the cgroup {left.filename} cannot be removed after SIGKILL to its processes:"
-            f" {left.strerror}"
-        )
+        why = f"the cgroup {left.filename} cannot be removed after SIGKILL to its processes: {left.strerror}"
+        if left.errno != errno.EBUSY:
+            raise IsolationUnavailable(why, f"rmdir {left.filename}")
+        raise StillRunning(why)

@@ -103,7 +103,7 @@ class CgroupIsolation(ProcessIsolation):
         removed = []
         for group in [one for root in cgroup.roots() for one in root.glob(f"{cgroup.PREFIX}*")]:
             if is_left_behind(group.name.removeprefix(cgroup.PREFIX)):
-                with suppress(StillRunning):
+                with suppress(StillRunning, IsolationUnavailable):
                     cgroup.remove([group])
                     removed.append(f"cgroup {group}")
         return removed
@@ -186,6 +186,8 @@ class Started(Running):
                 # Without one, Popen calls vfork.
                 preexec_fn=begin if files or not is_worker else None,  # noqa: PLW1509
             )
+        except subprocess.SubprocessError:  # of ``begin``
+            raise IsolationUnavailable(f"the process cannot enter {', '.join(files)}") from None
         except OSError as error:
             if is_worker:
                 raise
@@ -227,11 +229,13 @@ class Started(Running):
             if self._tree:
                 self._tree.end()
             super().close()
-        cgroup.remove(self.groups)
-        if ended.still_runs:
-            raise StillRunning(
-                f"the measured process {self.pid} does not end, not even after SIGKILL"
-            )
+        try:
+            cgroup.remove(self.groups, waits=not ended.still_runs)
+        finally:
+            if ended.still_runs:
+                raise StillRunning(
+                    f"the measured process {self.pid} does not end, not even after SIGKILL"
+                )
 
 
 class ProcessTree:
