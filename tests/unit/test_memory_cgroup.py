@@ -64,8 +64,13 @@ def test_the_figures_of_a_group(tmp_path: Path, kernel: str) -> None:
 @pytest.mark.parametrize(("kernel", "lifted"), [("hybrid-6.18", "-1"), ("v2-6.12", "max")])
 def test_the_limit_is_lifted(tmp_path: Path, kernel: str, lifted: str) -> None:
     group = make_group(tmp_path, kernel)
+    for file in ("memory.high", "memory.swap.max"):  # as under a soft limit
+        (tmp_path / file).write_text("0")
     group.raise_limit()
     assert group.file("limit").read_text() == lifted
+    if group.version == 2:
+        assert (tmp_path / "memory.high").read_text() == "max"
+        assert group.file("swap").read_text() == "0"  # what thrashes must not swap instead
 
 
 def test_a_group_that_is_gone_gives_none_never_zero(tmp_path: Path) -> None:

@@ -227,7 +227,8 @@ class Cgroup:
     def raise_limit(self) -> None:
         """Remove the memory limits, so that a killed process that thrashes can exit quickly."""
         with suppress(OSError):  # a file is read-only; the killed process then exits more slowly
-            for path in (self.file("swap"), self.file("limit")):  # v1 needs this order
+            first = self.file("swap") if self.version == 1 else self.path / "memory.high"
+            for path in (first, self.file("limit")):  # v1 needs this order
                 if path.exists():
                     path.write_text("-1" if self.version == 1 else "max")
 
