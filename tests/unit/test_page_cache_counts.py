@@ -1,7 +1,10 @@
 """The two ways to ask the kernel for a file's cached pages, and what is said where it does not tell."""
 
+import ctypes
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,9 +69,27 @@ def test_a_stretch_behind_the_files_end_is_not_cached(
 def test_where_nobody_tells_it_is_not_known(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As before Linux 6.5, where mincore says of another user's file that all of it is there."""
     monkeypatch.setattr(page_cache, "_SYS_CACHESTAT", 9999)
-    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
-    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    monkeypatch.setattr(
+        page_cache._libc,
+        "mincore",
+        lambda _, size, residency: ctypes.memset(residency, 1, len(residency)) and 0,
+    )
     assert page_cache.cached([file]) is None
     assert page_cache.drop([file]) is None
     with file.open("rb") as source:
         assert page_cache.cached_share(source.fileno(), 0, SIZE) < 1
+
+
+@tried_again(EVICTED)
+@pytest.mark.skipif(os.geteuid() != 0, reason="root mounts a folder read-only")
+def test_root_is_told_of_another_users_file_where_nobody_may_write(file: Path) -> None:
+    os.chown(file, 12345, 12345)
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    code = (
+        "from pathlib import Path; from weighin.probes import page_cache;"
+        f" page_cache._SYS_CACHESTAT = 9999; print(page_cache.cached([Path({str(file)!r})]))"
+    )
+    here = str(file.parent)
+    command = ("unshare", "-m", "sh", "-c", mount, here, sys.executable, "-P", "-c", code)
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(printed) == pages(SIZE) * mmap.PAGESIZE
