@@ -47,6 +47,12 @@ def test_version_2_without_a_mark(tmp_path: Path) -> None:
     assert findings(tmp_path, "v2-5.10") == [peak, KILLS, REFAULTS]
 
 
+def test_a_kernel_without_refaults_tells_part_of_it(tmp_path: Path) -> None:
+    why = "missing: this counter needs Linux 5.9; only major page faults are available"
+    group = make_group(tmp_path, "hybrid-5.10-without-psi")
+    assert list(of_group(group))[-1] == Capability("refaults", "partly", why)
+
+
 def test_the_doctor_imports_no_torch() -> None:
     code = "import sys, weighin.doctor; print('torch' in sys.modules)"
     asked = subprocess.run(

@@ -1,5 +1,6 @@
 """The kernel's account of its OOM kills, from lines that kernels printed."""
 
+import os
 import socket
 from collections.abc import Collection
 from pathlib import Path
@@ -126,6 +127,20 @@ def test_the_kernel_leaves_out_the_cause_after_ten_kills(text: str, limit_of: st
     (found,) = found_in(line, "/hello-cg", pid)
     assert (found.limit_of, found.is_main) == (limit_of, True)
     assert found_in(line, "/hello-cg", 1) == []
+
+
+@pytest.mark.parametrize("kind", ["", "pid", "cgroup"])
+def test_in_a_namespace_the_log_has_other_pids_or_paths(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (log := tmp_path / "log").touch()
+    numbers = {each: Path("/proc/self/ns", each).stat().st_ino for each in ("pid", "cgroup")}
+    monkeypatch.setattr(kernel_log, "_LOG", log)
+    monkeypatch.setattr(kernel_log, "_FIRST", numbers | ({kind: 1} if kind else {}))
+    opened = kernel_log.position()
+    assert (opened is None) == bool(kind)
+    if opened is not None:
+        os.close(opened)
 
 
 def test_a_log_that_may_not_be_read_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,16 @@ def test_it_stops_at_once_whatever_its_interval(child: Child) -> None:
     sampler.start()
     wait_for(sampler, lambda _: True)
     assert len(sampler.stop()) <= 2  # it samples once more at its end
+
+
+def test_a_library_that_the_linker_reads_is_no_data_file(tmp_path: Path) -> None:
+    names = ("libtorch_cpu.so", "libcudnn.so.9.1", "model.so.bin")
+    with ExitStack() as opened:
+        for name in names:
+            (tmp_path / name).write_bytes(bytes(MIB))
+            opened.enter_context((tmp_path / name).open("rb"))
+        found = {file.path for file in process_table.open_files(os.getpid())}
+    assert {name for name in names if f"{tmp_path}/{name}" in found} == {"model.so.bin"}
 
 
 def test_a_pause_is_a_share_of_what_an_action_took(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,8 @@ def of_group(group: Cgroup) -> Iterator[Capability]:
     exact = f"exact: oom_kill in {kills}"
     yield _row("kills for lack of memory", now.oom_kills is not None, exact)
     exact = "exact: workingset_refault_file in memory.stat"
-    yield _row("refaults", now.refaults is not None, exact)
+    why = "missing: this counter needs Linux 5.9; only major page faults are available"
+    yield _row("refaults", now.refaults is not None, exact, why, "partly")
 
 
 def _machine() -> Iterator[Capability]:

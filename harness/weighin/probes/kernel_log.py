@@ -20,7 +20,7 @@ from weighin.units import KIB
 MACHINE: Final = "machine"  # in ``Kill.limit_of``: not a cgroup was out of memory
 UNKNOWN: Final = "unknown"  # a cgroup, which the log does not name
 _LOG: Final = Path("/dev/kmsg")
-_FIRST_NAMESPACE: Final = 0xEFFF_FFFC  # PROC_PID_INIT_INO, of the kernel's proc_ns.h
+_FIRST: Final = {"pid": 0xEFFF_FFFC, "cgroup": 0xEFFF_FFFB}  # namespaces, of the kernel's proc_ns.h
 _CAUSE: Final = re.compile(
     r"oom-kill:constraint=\w+,.*?(?:,oom_memcg=(?P<limited>.*?))?(?:,task_memcg=(?P<group>.*?))?"
     r",task=(?P<name>.*),pid=(?P<pid>\d+),uid=\d+\Z"
@@ -33,9 +33,13 @@ _VICTIM: Final = re.compile(
 
 
 def position() -> int | None:
-    """Open the log at its end; None if this user may not read it, or in a container, whose pids it does not have."""
+    """Open the log at its end; None if this user may not read it, or in a container, whose pids and paths of cgroups
+    it does not have.
+    """
     try:
-        if Path("/proc/self/ns/pid").stat().st_ino != _FIRST_NAMESPACE:
+        if any(
+            Path("/proc/self/ns", kind).stat().st_ino != first for kind, first in _FIRST.items()
+        ):
             return None
         log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

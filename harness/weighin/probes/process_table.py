@@ -2,6 +2,7 @@
 
 import heapq
 import os
+import re
 import stat
 import time
 from collections.abc import Collection, Mapping
@@ -19,12 +20,15 @@ from weighin.text import one_line
 from weighin.units import MIB
 
 _SHARE: Final = 0.05  # of a processor's time in which to examine processes, as this disturbs them
+_LIBRARY: Final = re.compile(r"\.so(\.[\d.]+)?$")
 _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
 _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 
 
 class Pause:
-    """Limits an action to 5 % of one processor's time: ``with`` returns whether it is due; else, nothing is put off."""
+    """Limits an action that is due to 5 % of one processor's time: ``with`` returns whether it is. What the block
+    does in spite of it (``ProcessTable.keep``, after a steep rise) is not limited, and puts nothing off.
+    """
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
@@ -167,6 +171,8 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
             if (size := _size(str(link))) < MIB:
                 continue
             path = str(link.readlink()).removesuffix(" (deleted)")
+            if _LIBRARY.search(path):  # the linker has it open to read its header
+                continue
             position, flags, *_ = read_text(f"/proc/{pid}/fdinfo/{link.name}").split("\n")
             if int(flags.split()[1], 8) & os.O_ACCMODE != os.O_WRONLY:
                 sizes[path] = size
