@@ -211,7 +211,7 @@ def entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kernel", ["v1", "v2"], indirect=True)
-@pytest.mark.parametrize("lacks", ["", "systemd-run", "manager", "scope", "consent"])
+@pytest.mark.parametrize("lacks", ["", "systemd-run", "manager", "scope", "entry", "consent"])
 def test_a_user_on_v2_goes_on_in_a_delegated_scope(
     kernel: Kernel,
     tmp_path: Path,
@@ -223,6 +223,8 @@ def test_a_user_on_v2_goes_on_in_a_delegated_scope(
     monkeypatch.setattr("shutil.which", lambda name: None if name == lacks else f"/bin/{name}")
     if lacks == "manager":
         (tmp_path / "run" / "systemd" / "private").rmdir()
+    if lacks == "entry":  # the folder is another user's, as after su
+        kernel.refused.add(tmp_path / "run" / "systemd" / "private")
     if lacks == "scope":
         monkeypatch.setenv("WEIGHIN_DELEGATED", "1")  # this process is in one already
     if lacks == "consent":
