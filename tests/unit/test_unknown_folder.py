@@ -45,7 +45,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
                 "unet/diffusion_pytorch_model.safetensors": "x",
                 "scheduler/scheduler_config.json": "{}",
             },
-            "a diffusers pipeline of 2 models: text_encoder (0 B), unet (1 B)",
+            "a diffusers pipeline of 2 models: unet (1 B), text_encoder (0 B)",
             "give one of them; the largest: F/unet",
         ),
         (

@@ -6,6 +6,7 @@ An error names the file and the key, and for an unknown key the most similar val
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -127,8 +128,11 @@ def _as_environment(taken: str, value: object, info: ValidationInfo) -> object:
 
 
 def _check_address(text: str, info: ValidationInfo) -> str:
-    parts = urlsplit(text)  # raises ValueError for http://[::1, as parts.port does for 99999
-    if text and not (parts.scheme == "http" and parts.hostname and parts.port != 0):
+    is_right = not text
+    with suppress(ValueError):  # of http://[::1 or http://a:99999
+        parts = urlsplit(text)
+        is_right |= bool(parts.scheme == "http" and parts.hostname and parts.port != 0)
+    if not is_right:
         raise ValueError(f"{text!r} is not an HTTP address", "write http://HOST:PORT/PATH")
     if text and info.data.get("ready"):
         raise ValueError("it cannot be combined with --ready", "leave one of the two out")
