@@ -48,11 +48,12 @@ class Silent(Cluster):
         self.living = living
 
     def names(self) -> dict[str, str]:
-        self.gpus = dict.fromkeys(self.living, 0.0)
+        self.gpus = dict.fromkeys(self.living, 2.0)
         living, self.living = self.living, self.living[1:]
         return {each: each for each in living}
 
-    def submit(self, *_: Any, **__: Any) -> Future[Any]:
+    def submit(self, *asked: Any, **__: Any) -> Future[Any]:
+        assert asked[2] == 0, "a description reserves no GPU"
         return Future()
 
     def stop(self, assignments: Iterable[Future[Any]]) -> None:
@@ -62,6 +63,31 @@ class Silent(Cluster):
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_WAIT_S", 0.01)
+
+
+def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_ANSWER_S", 0.05)
+    silent = Silent(*"ab" * 1000)
+    with pytest.raises(ConfigError, match="no node of the cluster has"):
+        silent.find()
+    silent._labels, silent._code, asked = {}, "", []
+
+    class Task:
+        def options(self, *, num_gpus: float, label_selector: dict[str, str]) -> "Task":
+            asked.append((num_gpus, label_selector))
+            return self
+
+        def remote(self, _: object) -> "Task":
+            return self
+
+        def future(self) -> Future[Any]:
+            return Future()
+
+    monkeypatch.setattr(silent, "_task", Task(), raising=False)
+    Cluster.submit(silent, {}, {"c"}, 1)
+    ((gpus, where),) = asked
+    assert where["ray.io/node-id"].startswith("!in(") and gpus == 1
+    assert set(where["ray.io/node-id"][4:-1].split(",")) == set("abc")
 
 
 def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,22 @@ def test_a_node_whose_gpu_fails_goes_on_with_other_cells(tmp_path: Path) -> None
     assert len(run_folder.read(tmp_path).results) == 2
 
 
+def test_a_cell_for_a_gpu_reserves_the_gpus_of_its_node_and_is_taken_back_if_they_are_lost(
+    tmp_path: Path,
+) -> None:
+    large, reserved = replace(LARGE, gpu_bytes=(GIB, GIB)), []
+
+    class Loses(Crew):
+        def measure(self, assignment: Mapping[str, Any], *others: Any) -> Answer:
+            reserved.append(assignment["gpus"])
+            self.nodes = {"one": replace(LARGE, id="one")}
+            return super().measure(assignment, *others)
+
+    task = run(tmp_path, Loses(measured, large), cells(None, device="cuda") + cells(None, GIB))
+    assert sorted(reserved) == [0, 0, 1, 2]
+    assert {place for _, place in recorded(task)} == {"one"}
+
+
 def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SL
 _MONITOR: Final = "RAY_memory_monitor_refresh_ms"
 _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
+_ANSWER_S: Final = 120.0  # for what a node has
 
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
     cloudpickle.register_pickle_by_value(sys.modules[_name])
@@ -65,27 +67,24 @@ class Cluster:
         self._task = ray.remote(num_cpus=0, resources={SLOT: 1}, max_retries=2)(run)
         self._code = own_code()
         self.gpus: dict[str, float] = {}  # of the living nodes
+        self._silent = set[str]()  # the nodes that did not say what they have
 
     def names(self) -> dict[str, str]:
         found = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get(SLOT)]
         hosts = [each["NodeManagerHostname"] for each in found]
         names, self.gpus = {}, {}
-        for each in found:
-            host, place, labels = (
-                each["NodeManagerHostname"],
-                each["NodeID"],
-                each.get("Labels", {}),
-            )
-            if self._labels.items() <= labels.items():
+        for each, host in zip(found, hosts, strict=True):
+            place, labels = each["NodeID"], each.get("Labels", {})
+            if self._labels.items() <= labels.items() and place not in self._silent:
                 names[place] = f"{host}/{place[:8]}" if hosts.count(host) > 1 else host
                 self.gpus[place] = each["Resources"].get("GPU", 0)
         return names
 
     def submit(
-        self, assignment: Mapping[str, Any], without: Collection[str], gpus: int, only: str = ""
+        self, assignment: Mapping[str, Any], without: Collection[str], gpus: float, only: str = ""
     ) -> Future[Any]:
         """Let Ray run an assignment, as soon as a node is free, but on none of ``without``."""
-        nodes = only or f"!in({','.join(without)})"
+        nodes = only or f"!in({','.join({*without, *self._silent})})"
         where = self._labels if nodes == "!in()" else self._labels | {"ray.io/node-id": nodes}
         task = self._task.options(num_gpus=gpus, label_selector=where)
         reference = task.remote({"weighin": self._code, **assignment})
@@ -113,13 +112,15 @@ class Cluster:
 
     def find(self) -> list[Node]:
         """Ask all nodes at the same time what they have; return those that can measure."""
-        names, asked = self.names(), {}
+        end_s, names, asked = time.monotonic() + _ANSWER_S, self.names(), {}
         for place, gpus in self.gpus.items():
             about = {"kind": "describe", "is_tested": (), "gpu": gpus > 0}
-            asked[place] = self.submit(about, (), int(gpus > 0), only=place)
+            asked[place] = self.submit(about, (), 0, only=place)
         try:
-            while wait([asked[n] for n in asked.keys() & self.names().keys()], _WAIT_S).not_done:
+            alive: Collection[str] = names
+            while wait([asked[n] for n in asked if n in alive], _WAIT_S).not_done:
                 interrupts.check()
+                alive = self.names() if time.monotonic() < end_s else ()
         finally:
             lost = [task for task in asked.values() if not task.done()]
             self.stop(lost)
@@ -128,6 +129,7 @@ class Cluster:
             message = "; ".join(f"{names[n]}: {error['message']}" for n, error in errors.items())
             raise ConfigError(message, next(iter(errors.values()))["repair"])
         found = [Node(n, names[n], **has["node"]) for n, has in told.items() if "node" in has]
+        self._silent = asked.keys() - {node.id for node in found}
         if not found:
             raise ConfigError(
                 f"no node of the cluster has the resource {SLOT} and all labels of the run",

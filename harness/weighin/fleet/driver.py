@@ -98,7 +98,7 @@ class Driver:
             for demand in self._waiting
         }
         self._asks_again = True
-        self._running: dict[Future[Any], tuple[Planned, Demand]] = {}
+        self._running: dict[Future[Any], tuple[Planned, Demand, float]] = {}
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
         self._code = {n: value for n, value in environment.code().items() if n.startswith("git_")}
 
@@ -147,11 +147,12 @@ class Driver:
             if not self._running:
                 raise self._stuck()
             for done in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
-                self._take(done, *self._running.pop(done))
+                self._take(done, *self._running.pop(done)[:2])
 
-    def _able(self, demand: Demand) -> set[str]:
+    def _able(self, demand: Demand, gpus: float = 0) -> set[str]:
         places = self._alive.keys() - self._left_out.keys() - self._short[demand].keys()
-        return {n for n in places if demand.device == "cpu" or self._crew.gpus.get(n)}
+        least = max(gpus, demand.device != "cpu")
+        return {n for n in places if self._crew.gpus.get(n, 0) >= least}
 
     def _look(self) -> None:
         """Look which nodes were lost, and which have joined; take back the cells that no node can run."""
@@ -159,23 +160,24 @@ class Driver:
         self._names = self._names | self._alive
         for place in lost.keys() - self._alive.keys():
             self._leave_out(place, HarnessError("the node was lost", "add a node"))
-        for task, (planned, demand) in list(self._running.items()):
+        for task, (planned, demand, gpus) in list(self._running.items()):
             # The other jobs of this machine end their cells.
-            if self._crew.slots == 1 and not task.done() and not self._able(demand):
+            if self._crew.slots == 1 and not task.done() and not self._able(demand, gpus):
                 self._crew.stop([task])
                 del self._running[task]
                 self._waiting[demand].appendleft(planned)
 
     def _hand_out(self) -> None:
         for demand, cells in self._waiting.items():
-            out = sum(each == demand for _, each in self._running.values())
-            free = self._crew.slots * len(self._able(demand)) - out
+            able = self._able(demand)
+            out = sum(each == demand for _, each, _ in self._running.values())
+            free = self._crew.slots * len(able) - out
             for planned in [cells.popleft() for _ in range(min(len(cells), free))]:
                 told = {"cell": asdict(planned.cell), "is_tested": [*self._tested]}
                 without = self._left_out.keys() | self._short[demand].keys()
-                gpus = int(demand.device != "cpu")
+                gpus = min(self._crew.gpus[n] for n in able) if demand.device != "cpu" else 0
                 task = self._crew.submit({**self._assignment, **told}, without, gpus)
-                self._running[task] = planned, demand
+                self._running[task] = planned, demand, gpus
                 self._progress.starting(planned.cell)
 
     def _take(self, done: Future[Any], planned: Planned, demand: Demand) -> None:
