@@ -1,10 +1,13 @@
 """The run's folder: nothing that was measured is lost, nothing damaged passes for a record."""
 
 import json
+import math
 import os
 import shutil
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -151,6 +154,22 @@ def test_a_figure_that_json_cannot_hold(tmp_path: Path) -> None:
         run_folder.append(tmp_path, make_result(make_cell(options={"rate": float("nan")})))
 
 
+@pytest.mark.parametrize(
+    ("option", "stored"),
+    [
+        (defaultdict(list, a=[1]), {"a": [1]}),
+        (Counter("a"), {"a": 1}),
+        (math, str(math)),
+        (LOCK := Lock(), str(LOCK)),
+    ],
+)
+def test_an_option_of_any_kind_is_stored(tmp_path: Path, option: object, stored: object) -> None:
+    cell = make_cell(options={"any": option})
+    run_folder.append(tmp_path, make_result(cell))
+    (result,) = run_folder.read(tmp_path).results
+    assert result.cell.options["any"] == stored
+
+
 def test_bytes_that_are_no_utf8_do_not_lose_the_record(tmp_path: Path) -> None:
     run_folder.append(
         tmp_path, make_result(message=b"no file x\xff".decode("utf-8", "surrogateescape"))
@@ -210,6 +229,13 @@ def test_what_is_whole_is_read_beside_the_damage(run: Path) -> None:
     assert records.warnings == (f"{records.damage.message}: this line is left out",)
 
 
+def test_the_repair_of_a_line_comes_before_that_of_the_plan(run: Path) -> None:
+    edit(run, 2, {"outcome": "okay"})
+    (run / run_folder.PLAN).write_text("[]")
+    with pytest.raises(RecordError, match="line 2: "):
+        run_folder.read(run)
+
+
 def test_many_damaged_lines_are_counted(run: Path) -> None:
     with (run / run_folder.RECORDS).open("a") as file:
         file.writelines('{"schema": 99}\n' for _ in range(12))
@@ -245,9 +271,18 @@ def test_a_run_without_a_record_is_discarded_and_others_are_kept(tmp_path: Path,
     run_folder.discard_unmeasured(tmp_path / "none")
 
 
-def test_an_unreadable_file_names_its_owner(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "why", "repair"),
+    [
+        (13, "Permission denied", "change its permissions"),
+        (21, "Is a directory", "put the file itself there"),
+    ],
+)
+def test_an_unreadable_file_has_a_repair(
+    run: Path, monkeypatch: pytest.MonkeyPatch, code: int, why: str, repair: str
+) -> None:
     def fail(*_: object, **__: object) -> bytes:
-        raise PermissionError(13, "Permission denied")
+        raise OSError(code, why)
 
     monkeypatch.setattr(run_folder, "read_bytes", fail)
     with pytest.raises(RecordError) as caught:
@@ -255,7 +290,7 @@ def test_an_unreadable_file_names_its_owner(run: Path, monkeypatch: pytest.Monke
     path = run / run_folder.RECORDS
     assert (
         str(caught.value)
-        == f"cannot read {path}: Permission denied\nput a file there that you may read; to see what it is: ls -ld {path}"
+        == f"cannot read {path}: {why}\n{repair}; to see what it is: ls -ld {path}"
     )
 
 

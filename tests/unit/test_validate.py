@@ -39,6 +39,7 @@ def test_a_record_that_a_measurement_can_have(record: dict[str, Any]) -> None:
         ({"phases": [{"start_ns": 5, "end_ns": 4}]}, "phases.0.end_ns: earlier than start_ns"),
         ({"load_ns": 4, "ready_ns": 3}, "ready_ns: less than load_ns"),
         ({"options": {"a_ns": -1}, "b_ns": -1}, "b_ns: impossible value -1"),
+        ({"storage": {"settings": {"a_ns": -1}}}, "storage.settings.a_ns: impossible value -1"),
         ({"first": {"a_ns": 1}, "then": {"a_ns": -1}}, "then.a_ns: impossible value -1"),
     ],
 )
@@ -53,10 +54,10 @@ def test_texts_keep_their_lines_and_lose_their_control_characters() -> None:
     record = {
         "message": "a\x1b[31m\n\tb",
         "warnings": ["x\x00", 5, None, True],
-        "cell": {"strategy": "s\x07", "options": {"text": "o\x07"}},
+        "cell": {"strategy": "s\x07", "options": {"text": "o\x07"}, "settings": "s\x07"},
     }
     assert checked(record) == {
         "message": "a?[31m\n\tb",
         "warnings": ["x?", 5, None, True],
-        "cell": {"strategy": "s?", "options": {"text": "o\x07"}},
+        "cell": {"strategy": "s?", "options": {"text": "o\x07"}, "settings": "s?"},
     }

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import FileIO
 from pathlib import Path, PurePath
 from reprlib import repr as short_repr
@@ -41,7 +41,7 @@ _MOST_BYTES: Final = 1024**3  # of about 180,000 records, or of twelve days of s
 _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tells the size
 
 _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin bench ... --out FOLDER"
-_FREE: Final = {"kwargs", "options", "environment", "command", "settings"}  # any value may be there
+_FREE: Final = {"kwargs", "options", "environment", "command"}  # any value may be there
 _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
@@ -214,7 +214,7 @@ def read(run: Path, *, past_damage: bool = False) -> Records:
     if damaged:
         others = f", and {len(damaged) - 1} more" if damaged[1:] else ""
         warnings.append(f"{damaged[0].message}: this line is left out{others}")
-        damage = damage or damaged[0]
+        damage = damaged[0]
     if damage and not past_damage:
         raise damage
 
@@ -293,10 +293,15 @@ def parse_plan(run: Path, text: bytes) -> Plan:
 
 
 def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes:
+    def as_json(inner: Any) -> Any:
+        if is_dataclass(inner):
+            return {each.name: getattr(inner, each.name) for each in fields(inner)}
+        return str(inner)
+
     # By json, which refuses NaN, where msgspec would write null.
     try:
         text = json.dumps(
-            asdict(value), default=str, allow_nan=False, ensure_ascii=False, indent=indent
+            value, default=as_json, allow_nan=False, ensure_ascii=False, indent=indent
         )
     except ValueError as error:
         raise RecordError(
@@ -316,7 +321,9 @@ def read_file(run: Path, name: str) -> bytes:
             "name the folder that weighin bench printed at its end, such as results/RUN",
         ) from error
     except OSError as error:
-        repair = f"put a file there that you may read; to see what it is: ls -ld {quote(str(path))}"
+        is_denied = isinstance(error, PermissionError)
+        repair = "change its permissions" if is_denied else "put the file itself there"
+        repair += f"; to see what it is: ls -ld {quote(str(path))}"
         raise RecordError(f"cannot read {path}: {error.strerror}", repair) from error
 
 
@@ -369,7 +376,7 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
         if not 0 <= amount < _LARGEST:
             raise ValueError(f"{place}{key}: impossible value {short_repr(each)}")
         inside = {"is_cell": key in _CELLS, "is_free": is_free or key in _FREE}
-        is_kept = is_cell and key in _FREE
+        is_kept = is_cell and key in (_FREE if place else {"settings"})
         cleaned[printable(key)] = each if is_kept else checked(each, f"{place}{key}.", **inside)
     for later, earlier, what in _ORDERED:
         if {later, earlier} <= numbers.keys() and numbers[later] < numbers[earlier]:
