@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from command_records import PID, made, process, samples_of, stack
+from command_records import PID, SECOND, made, process, samples_of, stack
 
 from weighin.records.explanation import Cause, Facts
 from weighin.result import Kill, OpenFile, Outcome, Peaks, Process, Result, Sample
@@ -252,6 +252,7 @@ def test_a_file_that_is_parsed_at_once_says_what_became_of_it() -> None:
         "The program read a whole file into memory: rows.json has 60 MiB, and memory grew by 290 MiB."
     )
     assert name_of(parsing(*PARSES[1:])) == ""  # it does something else with an open file
+    assert name_of(parsing("load (/srv/json/app.py:9)")) == ""  # a file of the user
 
 
 def test_an_import_names_the_module_and_the_line_that_imports_it() -> None:
@@ -267,6 +268,14 @@ def test_an_import_names_the_module_and_the_line_that_imports_it() -> None:
     mostly_before = (stack(30 * MIB, "<module> (load.py:2)"), stack(299 * MIB, *IMPORTS))
     assert result.ran
     assert found(replace(result, ran=replace(result.ran, stacks=mostly_before)), samples) is None
+
+
+def test_only_what_grew_during_the_import_counts() -> None:
+    """A later import of the same line, once the function that it imported has taken the memory."""
+    between = ("work (load.py:9)", "<module> (load.py:5)")
+    usages = ((22, IMPORTS), (290, between), (295, IMPORTS))
+    stacks = tuple(stack(usage * MIB, *frames) for usage, frames in usages)
+    assert name_of(killed([300 * MIB], stacks=stacks)) == ""
 
 
 def forked(
@@ -289,6 +298,27 @@ def test_copy_on_write_after_a_fork() -> None:
         "Copy-on-write: 3 forked processes wrote to pages shared with the parent process: 180 MiB of"
         " the 330 MiB that all have together are copies.",
     )
+
+
+def test_one_forked_process_is_said_without_a_number() -> None:
+    result, samples = forked(60)
+    assert result.ran
+    processes = result.ran.processes[:2]
+    cause = found(replace(result, ran=replace(result.ran, processes=processes)), samples)
+    assert cause and cause.words.startswith("Copy-on-write: a forked process wrote to pages")
+
+
+@pytest.mark.parametrize(
+    ("copied", "name"), [(0, "growth"), (20 * MIB, "growth"), (200 * MIB, ""), (None, "")]
+)
+def test_a_forked_process_that_may_have_copied_its_memory_did_not_grow(
+    copied: int | None, name: str
+) -> None:
+    rise = tuple(stack(usage * MIB, "<module> (load.py:9)", pid=101) for usage in (100, 200, 299))
+    child = process(101, anon=300 * MIB, parent=PID, copied_bytes=copied)
+    # A parent with much memory, so that the copies are no cause of their own.
+    processes = (process(anon=600 * MIB), child)
+    assert name_of(killed([300 * MIB], processes=processes, stacks=rise)) == name
 
 
 def test_children_with_memory_of_their_own_copy_nothing() -> None:
@@ -381,6 +411,15 @@ def cached(held: int) -> tuple[Result, list[Sample]]:
         at_peak=samples[0],
     )
     return result, samples
+
+
+def test_a_record_without_the_kinds_at_its_peak_has_them_from_its_samples() -> None:
+    result, samples = converting("model.half()", sizes(100, 300, 420))
+    samples += samples_of([100 * MIB], step_ns=SECOND)
+    assert result.ran
+    ran = replace(result.ran, at_peak=None, peak_ns=samples[2].t_ns, needed_bytes=420 * MIB)
+    ran = replace(ran, processes=(replace(ran.processes[0], anon_bytes=100 * MIB),))
+    assert name_of((replace(result, ran=ran), samples)) == "dtype conversion"
 
 
 def test_page_cache_alone() -> None:

@@ -138,8 +138,26 @@ def test_a_thread_that_waits_is_not_where_the_memory_went() -> None:
         stack(590 * MIB, "wait (/usr/lib/python3.11/threading.py:320)", "<module> (/s.py:9)"),
         replace(stack(590 * MIB, "work (/s.py:4)"), thread="worker"),
     )
+    library = stack(590 * MIB, "copy (/v/lib/python3.11/site-packages/x.py:3)")
+    for seen in (stacks, (library, *stacks)):
+        ran = replace(result.ran, stacks=seen)
+        assert "`work` (s.py:4)" in explain(replace(result, ran=ran))[1]
+
+
+def test_a_librarys_hook_after_the_end_is_not_where_the_memory_went() -> None:
+    result = killed()
+    hook = "_exit_function (/usr/lib/python3.11/multiprocessing/util.py:360)"
+    frames = ("free (/v/lib/python3.11/site-packages/x.py:3)", hook)
+    stacks = (stack(590 * MIB, "work (/s.py:4)"), stack(597 * MIB, *frames))
     ran = replace(result.ran, stacks=stacks)
     assert "`work` (s.py:4)" in explain(replace(result, ran=ran))[1]
+
+
+def test_a_small_command_that_was_not_killed_has_no_line() -> None:
+    stacks = (stack(39 * MIB, "work (/s.py:4)"),)
+    for needed, named in ((40, False), (48, True)):
+        lines = explain(made(needed=needed * MIB, stacks=stacks))
+        assert ("s.py:4" in lines[1]) == named
 
 
 @pytest.mark.parametrize(

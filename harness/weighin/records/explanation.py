@@ -7,6 +7,7 @@ for which it does not.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePath
 from shlex import quote
 from typing import Final
@@ -30,6 +31,7 @@ _WAITS: Final = (
     r"(?:_?wait|waitpid|wait4|poll|select|join|acquire|sleep|_?recv|accept|(?:monitored_)?barrier) |"
     r".*/python\d[^/]*/(?:threading|selectors|queue|socket|subprocess|multiprocessing/\w+|concurrent/futures/\w+)\.py$"
 )
+_EXITS: Final = r"(?:_exitfunc|_exit_function|_?shutdown|__del__) "
 _LOADS: Final = r"(?:load_state_dict|_load_from_state_dict|load_checkpoint_in_model) "
 _READS: Final = r".*(?:torch/serialization|safetensors/torch|numpy/lib/\w+)\.py"
 _PARSES: Final = r".*\b(?:json/\w+|pandas/io/.+)\.py"
@@ -100,13 +102,16 @@ class Place:
         self.stack, self.frames, self.pid = stack, frames, stack.pid
         self.called = frames[: frames.index(self.frame)]
         waits_here = not self.called and re.search(_WAITS_HERE, stack.code)
-        self.waits = bool(re.match(_WAITS, frames[0].call) or waits_here)
+        # A library's hook runs after the end of the program's own code.
+        ends = self.frame.is_library and re.match(_EXITS, frames[-1].call)
+        self.waits = bool(re.match(_WAITS, frames[0].call) or waits_here or ends)
         self.copies = self.runs(_LOADS) or ".copy_(" in stack.code
         self.builds = self.runs(_BUILDS) and not self.copies
 
     def runs(self, pattern: str) -> bool:
-        """Return whether the line's function, or one that it called, matches, by its name or file."""
-        return any(re.match(pattern, frame.call) for frame in (*self.called, self.frame))
+        """Return whether a library's function that the line called matches, by its name or file."""
+        frames = (*self.called, self.frame)
+        return any(one.is_library and re.match(pattern, one.call) for one in frames)
 
     @property
     def title(self) -> str:
@@ -136,12 +141,11 @@ class Facts:
         self.result, self.ran, self.samples = result, ran, samples
         self.present = [process for process in ran.processes if process.anon_bytes is not None]
         self.processes = {process.pid: process for process in ran.processes}
-        shared = sum(process.shmem_bytes or 0 for process in self.present)
-        anon = sum(map(held_by, self.present)) - shared
-        self.at_peak = ran.at_peak or Sample(0, 0, anon, 0, shared, 0, 0, 0)
+        self.at_peak = ran.at_peak or self._sample_at(ran.peak_ns)
         self.held_bytes = self.at_peak.anon_bytes + self.at_peak.shmem_bytes
+        self.needed_bytes = max(ran.needed_bytes or 0, self.held_bytes)
         found = [Place(one, frames) for one in ran.stacks if (frames := read_all(one.frames))]
-        self.places = sorted(found, key=lambda one: (one.stack.usage_bytes, one.stack.t_ns))
+        self.places = sorted(found, key=lambda one: one.stack.t_ns)
         self.place = self._last_place()
         self.process = self.processes.get(self.place.pid) if self.place else None
         self.files = [
@@ -162,23 +166,29 @@ class Facts:
             grown = (process.grown_bytes if process else None) or 0
             return place.stack.usage_bytes, place.stack.t_ns, grown
 
-        least = _NEAR * max(self.ran.needed_bytes or 0, self.held_bytes)
-        near = [one for one in self.places if one.stack.usage_bytes >= least]
+        near = [one for one in self.places if one.stack.usage_bytes >= _NEAR * self.needed_bytes]
         last = max((one for one in near if not one.waits), key=weight, default=None)
         if last is None:
             return None
         # While a library's own thread works, a line of the user in another thread waits for it.
         when = last.pid, last.stack.t_ns
-        at_once = [one for one in near if (one.pid, one.stack.t_ns) == when]
-        return next((one for one in (last, *at_once) if own(one.frames)), last)
+        at_once = [last, *(one for one in near if (one.pid, one.stack.t_ns) == when)]
+        at_once.sort(key=lambda one: one.waits)
+        return next((one for one in at_once if own(one.frames)), last)
 
     def grown_since(self, files: Sequence[OpenFile]) -> int:
         """Return by how much anonymous memory grew at least since the first of ``files`` was opened."""
         seen_ns = [file.seen_ns for file in files if file.seen_ns is not None]
         if len(seen_ns) < len(files) or not self.samples:
             return 0
-        opened = min(self.samples, key=lambda sample: abs(sample.t_ns - min(seen_ns)))
-        return self.at_peak.anon_bytes - opened.anon_bytes
+        return self.at_peak.anon_bytes - self._sample_at(min(seen_ns)).anon_bytes
+
+    def _sample_at(self, t_ns: int | None) -> Sample:
+        if self.samples and t_ns is not None:
+            return min(self.samples, key=lambda sample: abs(sample.t_ns - t_ns))
+        shared = sum(process.shmem_bytes or 0 for process in self.present)
+        anon = sum(map(held_by, self.present)) - shared
+        return Sample(0, 0, anon, 0, shared, 0, 0, 0)
 
 
 def held_by(process: Process) -> int:
@@ -266,7 +276,8 @@ def _where(facts: Facts) -> str:
     cause, process = facts.cause, facts.process
     place = (cause and cause.place) or facts.place
     marks = [mark.text for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
-    if place:
+    is_told = facts.needed_bytes >= _LEAST_BYTES or facts.result.outcome is Outcome.OOM_KILLED
+    if place and is_told:
         by = f" in {_title_of(process)}" if process and len(facts.present) > 1 else ""
         return f"Most of this memory was in use when {place.title} ran{by}."
     text = "Most of this memory was in use after the command printed"
@@ -343,14 +354,17 @@ def _import(facts: Facts) -> Cause | None:
     if place is None or at == 0:
         return None
     outside = [frame for frame in frames[at:] if not frame.is_library]
-    usages = [
-        one.stack.usage_bytes
-        for one in facts.places
-        if one.pid == place.pid
-        and any(frame.is_import for frame in one.frames)
-        and {*outside} <= {*one.frames}
-    ]
-    if max(usages) - min(usages) < max(_LEAST_BYTES, facts.held_bytes // 4):
+
+    def is_its(one: Place) -> bool:
+        return any(frame.is_import for frame in one.frames) and {*outside} <= {*one.frames}
+
+    mine = [one for one in facts.places if one.pid == place.pid and not one.waits]
+    grown = sum(
+        max(after.stack.usage_bytes - before.stack.usage_bytes, 0)
+        for before, after in pairwise(mine)
+        if is_its(before) and is_its(after)
+    )
+    if grown < max(_LEAST_BYTES, facts.held_bytes // 4):
         return None
     by = f" by {outside[0].place}" if outside else ""
     words = f"Most of the memory was allocated while {frames[at - 1].file} was imported{by}."
@@ -367,9 +381,10 @@ def _copy_on_write(facts: Facts) -> Cause | None:
         copied = sum(one.copied_bytes or 0 for one in children)
         together = held_by(parent) + sum(map(held_by, children))
         if together > _LEAST_BYTES and copied > together // 4:
+            who = f"{len(children)} forked processes" if len(children) > 1 else "a forked process"
             return Cause(
                 "copy-on-write",
-                f"Copy-on-write: {len(children)} forked processes wrote to pages shared with the parent"
+                f"Copy-on-write: {who} wrote to pages shared with the parent"
                 f" process: {size(copied)} of the {size(together)} that all have together are copies.",
                 "In Python, reading an object writes the object's reference count: keep shared data"
                 " in arrays, or start fewer processes.",
@@ -403,6 +418,12 @@ def _growth(facts: Facts) -> Cause | None:
     place = facts.place
     if place is None or re.fullmatch(_FILLS, place.stack.code) or place.runs(_KEEPS):
         return None
+    process = facts.process
+    parent = facts.processes.get(process.parent_pid) if process else None
+    if process and parent and parent.command == process.command:
+        copied_bytes = process.copied_bytes  # None: a forked process may have copied much
+        if copied_bytes is None or copied_bytes > held_by(process) // 4:
+            return None
     mine = [one for one in facts.places if one.pid == place.pid and not one.waits]
     for at, frame in enumerate(place.frames):
         stacks = [one.stack for one in mine if frame in one.frames]
