@@ -115,6 +115,7 @@ def test_bodies_whose_peaks_are_limited(
     assert re.search(r"^apply +\d.* MiB +\d+\.\d+ MiB +- +-$", text, re.MULTILINE)
     assert "weighin: test_too_much ok under process" in text
     assert "E       assert 2 == 1" in text
+    assert "strategy_failed: the test failed in its call stage" in text
     assert (
         "the process of the test ended before pytest could report: strategy_failed: the measured"
         " process ended with exit code 3 in phase 'body'"

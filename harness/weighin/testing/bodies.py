@@ -59,7 +59,7 @@ class NotOk(Result):
         if name in ("peaks", "above_import_bytes", "use_phases"):
             __tracebackhide__ = True
             what = f"{self.cell.strategy} did not end ok: {self.outcome}: {self.message}"
-            raise AssertionError(f"{name} cannot be read, because {what}")
+            raise AssertionError(f"{name} cannot be read, because {what.removesuffix(': ')}")
         return super().__getattribute__(name)
 
     def __repr__(self) -> str:

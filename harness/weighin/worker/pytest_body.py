@@ -100,6 +100,8 @@ def _run_test(body: Body, marks: Marks, import_ns: int) -> str:
     code = pytest.main(list(body.pytest_arguments), plugins=[Plugin()])
     with open(body.path, "w", encoding="utf-8") as file:  # noqa: PTH123
         json.dump(reports, file, default=str)
+    if failed := [report["when"] for report in reports if report["outcome"] == "failed"]:
+        return f"the test failed in its {failed[0]} stage"
     # KeyboardInterrupt and pytest.exit end pytest before it reports the test's call.
     is_whole = any(each["when"] == "call" or each["outcome"] != "passed" for each in reports)
     ended = f"pytest in the test's process ended with exit code {int(code)}"
