@@ -1,3 +1,6 @@
+import ctypes
+from pathlib import Path
+
 import pytest
 
 from weighin.probes import environment
@@ -33,3 +36,23 @@ def test_what_others_will_need_is_left_to_them(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_to_touch() -> None:
     with loads.held(0) as held_bytes:
         assert held_bytes == 0
+
+
+def test_memory_is_held_in_huge_pages_as_loads_take_them() -> None:
+    """A host gives a guest 4 KiB pages that it never took, but not the huge pages that the load will take."""
+    text = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not text.exists() or "[never]" in text.read_text():
+        pytest.skip("this kernel has no transparent huge pages")
+    with loads.held(64 * MIB):
+        rollup = Path("/proc/self/smaps_rollup").read_text()
+    huge = next(line for line in rollup.splitlines() if line.startswith("AnonHugePages:"))
+    assert int(huge.split()[1]) * 1024 >= 60 * MIB
+
+
+def test_ctrl_c_while_memory_is_touched_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ctypes, "memset", interrupt)
+    with pytest.raises(KeyboardInterrupt), loads.held(MIB):
+        pass

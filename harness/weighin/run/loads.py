@@ -1,6 +1,7 @@
 """Prepare the checkpoints of a run of loads or saves, and measure each cell of it."""
 
 import compileall
+import ctypes
 import math
 import mmap
 import os
@@ -398,7 +399,11 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
     if size <= 0:
         yield 0
         return
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE):  # which takes the pages
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) as area:
+        # Only free huge pages are reported to the host, and ``streaming`` takes such.
+        page_cache.ask_for_huge_pages(area, 0, size)
+        # Keep no object that points into the memory: after Ctrl-C, Python would refuse to unmap it.
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(area)), 1, size)
         yield size
 
 
