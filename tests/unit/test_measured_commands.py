@@ -1,10 +1,12 @@
 """A command from its start to its Result: how it ended, what it left, and what the kernel told of it."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,3 +301,28 @@ def test_a_kill_of_another_program_is_not_this_commands(
     result = result_of("kill -KILL $$")
     assert result.outcome is Outcome.COMMAND_FAILED
     assert result.message.startswith("killed by SIGKILL, not for lack of memory")
+
+
+@pytest.mark.parametrize("shares_terminal", [True, False])
+def test_a_new_size_of_the_terminal_reaches_a_command_once(
+    monkeypatch: pytest.MonkeyPatch, shares_terminal: bool
+) -> None:
+    told: list[str] = []
+    cell = Cell.of_command("mine", ("true",), "process")
+    spec: Any = CommandSpec(cell, settings_of(cell))
+    sending = {"send_signal": lambda _: told.append("the command")}
+    spec._running = SimpleNamespace(shares_terminal=shares_terminal, **sending)
+    spec._output = SimpleNamespace(resize=iter([True, False]).__next__)
+    spec._numbers = ()
+    here = os.getpid()
+    infos = iter(
+        SimpleNamespace(si_signo=number, si_pid=pid, si_code=0)
+        for number, pid in (
+            (signal.SIGWINCH, here - 1), (signal.SIGWINCH, here), (signal.SIGUSR1, here)
+        )
+    )  # fmt: skip
+    monkeypatch.setattr(signal, "sigwaitinfo", lambda _: next(infos))
+    monkeypatch.setattr(os, "killpg", lambda *_: told.append("the group"))
+    spec._listen()
+    # A container is not in weighin's group.
+    assert told == ["the group", *([] if shares_terminal else ["the command"])]

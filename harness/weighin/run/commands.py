@@ -99,7 +99,9 @@ class CommandSpec(Spec):
                 # The command got this signal, too, and may have read the size before it was copied.
                 os.killpg(0, signal.SIGWINCH)
                 continue
-            self._take(info.si_signo, by_terminal=info.si_code == _BY_KERNEL)
+            # That line's own signal has reached who the terminal's reaches.
+            is_own = info.si_signo == signal.SIGWINCH and info.si_pid == os.getpid()
+            self._take(info.si_signo, by_terminal=is_own or info.si_code == _BY_KERNEL)
 
     @contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
