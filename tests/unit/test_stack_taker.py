@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,13 +94,34 @@ def test_without_py_spy_the_reason_says_what_to_install(monkeypatch: pytest.Monk
     assert "stacks" in taker.why
 
 
-def test_an_answer_of_another_kind_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Put a script in the place of py-spy."""
+
+    def place(script: str) -> None:
+        program = tmp_path / "py-spy"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: str(program))
+
+    return place
+
+
+@pytest.mark.parametrize(
+    ("script", "times"),
+    [("echo no Python >&2", 1), ("echo Failed to suspend >&2", 2), ("exec sleep 9", 2)],
+)
+def test_only_a_process_that_does_not_stop_is_read_again(
+    play: Callable[[str], None], tmp_path: Path, script: str, times: int
 ) -> None:
-    program = tmp_path / "py-spy"
-    program.write_text("#!/bin/sh\necho '{\"a\": 1}'\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(shutil, "which", lambda *_, **__: str(program))
+    play(f"echo $* >> {tmp_path}/asked; {script}")
+    look(StackTaker(lambda: [os.getpid()]), 1, 100 * MIB)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert ["--nonblocking" in each for each in asked] == [False, True][:times]
+
+
+def test_an_answer_of_another_kind_ends_nothing(play: Callable[[str], None]) -> None:
+    play("echo '{\"a\": 1}'")
     taker = StackTaker(lambda: [os.getpid()])
     look(taker, 1, 100 * MIB)
     assert taker.why.startswith("py-spy cannot read ")

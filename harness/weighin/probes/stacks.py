@@ -114,8 +114,12 @@ class StackTaker:
             except OSError as error:  # for example, this user has too many processes
                 self._error = f"py-spy does not start: {error.strerror}"
                 return []
-            except Exception as error:  # no answer in time, or one of another kind
+            except subprocess.TimeoutExpired as error:
                 why = why or repr(error)
+            except Exception as error:  # the program is not Python, or the answer of another kind
+                why = why or repr(error)
+                if "Failed to suspend" not in why:
+                    break
             finally:
                 self._read_s = time.monotonic()
         with suppress(OSError):
