@@ -104,6 +104,29 @@ def test_events_of_ranks_that_do_not_exist_are_passed_over() -> None:
     assert (result.outcome, result.peaks.rss_bytes) == (Outcome.OK, 600 * MIB)
 
 
+def own(kind: str, **fields: Any) -> bytes:
+    """A message of a phase that a strategy measures with weighin.phase."""
+    reading = {"id": 1, "t_ns": 1, "faults": [0, 0], "peak_rss_bytes": 1}
+    return event(kind, **reading, memory=fakes.memory(1), **fields)
+
+
+OWN = own("begin", name="own", resets=True), own("end")
+
+
+def test_no_peak_of_a_phase_of_one_of_several_ranks_was_to_be_had() -> None:
+    seen = Seen()
+    whole = both(seen)
+    script = [*whole[:8], *(of(1, message) for message in OWN), *whole[8:]]
+    assert followed(FakeRunning(script, inside=seen))[0].warnings == ()
+
+
+def test_a_load_of_more_phases_than_a_program_may_have_gets_none_of_a_program() -> None:
+    many = [phase("forward") for _ in range(1001)]
+    result = watched(FakeRunning([*DONE[:-1], *many, *OWN, done()]))
+    assert "own" not in [each.name for each in result.phases]
+    assert result.warnings == ("a process had more than 1000 phases: later ones are not recorded",)
+
+
 class Others(Silent):
     """Observes a worker that started other processes."""
 

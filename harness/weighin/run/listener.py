@@ -259,7 +259,7 @@ class Reported:
 
     def _close(self, one: _Open, now: Counters) -> None:
         """Add a program's phase as it was read last."""
-        if len(self._phases) == _MOST_PHASES:
+        if len(self._phases) >= _MOST_PHASES:
             self.note(f"a process had more than {_MOST_PHASES} phases: later ones are not recorded")
             return
         begun, last = one.begun, self._last or one.begun

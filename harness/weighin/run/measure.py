@@ -346,7 +346,8 @@ class Watch:
             match message:
                 case Begin():
                     now = self._at_mark(reported)
-                    if now.usage_bytes is not None and now.peak_bytes is None:
+                    is_alone = len(self.ranks) == 1
+                    if is_alone and now.usage_bytes is not None and now.peak_bytes is None:
                         reported.note(
                             "phases have no cgroup peak, because the cgroup's peak could not be reset"
                             " (cgroup v2 needs Linux 6.12 for it)"
