@@ -15,7 +15,7 @@ from scripts import BASELINE, JOB, measure, take
 from weighin.cell import Job
 from weighin.probes import environment, page_cache
 from weighin.probes.cgroup import Counters
-from weighin.result import Outcome
+from weighin.result import Outcome, Sample
 from weighin.run import loads
 from weighin.units import MIB
 
@@ -198,17 +198,33 @@ def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
     assert started[0].closed == 1
 
 
-@pytest.mark.parametrize("step", ["run.loads.LoadSpec.start", "run.measure.Watch.wait"])
+class Unstartable(Silent):
+    def start(self) -> None:
+        raise RuntimeError("odd")
+
+    def stop(self) -> list[Sample]:
+        raise RuntimeError("cannot join thread before it is started")
+
+
+@pytest.mark.parametrize(
+    ("step", "inside"),
+    [
+        ("weighin.run.loads.LoadSpec.start", None),
+        ("weighin.run.measure.Watch.wait", None),
+        ("weighin.run.listener.Listener.close", None),
+        ("weighin.run.measure.Watch.wait", Unstartable()),
+    ],
+)
 def test_a_cell_that_breaks_off_leaves_no_log_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, inside: Silent | None
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("odd")
 
     log = os.open(os.devnull, os.O_RDONLY)
     monkeypatch.setattr("weighin.probes.kernel_log.position", lambda: log)
-    monkeypatch.setattr(f"weighin.{step}", fail)
+    monkeypatch.setattr(step, fail)
     with pytest.raises(RuntimeError, match="odd"):
-        measure(PlayedIsolation([*BASELINE, done()]), tmp_path, JOB, [], None)
+        measure(PlayedIsolation([*BASELINE, done()], inside=inside), tmp_path, JOB, [], None)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(log)

@@ -504,6 +504,19 @@ def test_a_program_that_plays_a_worker_changes_no_figure(tmp_path: Path) -> None
     assert (listener.peak_bytes, main.told.baseline, main.is_done) == (7, None, False)
 
 
+def test_a_listener_whose_thread_does_not_start_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    listener = Listener(tmp_path)
+    with pytest.raises(RuntimeError, match="start new"):
+        listener.watch(lambda *_: None, lambda _: Counters())
+    listener.close()
+
+
 def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
     """None gets an answer before all have sent the message; a third process is no rank."""
     listener = Listener(tmp_path, ranks=2)

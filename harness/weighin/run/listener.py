@@ -304,8 +304,9 @@ class Listener:
     ) -> None:
         """Start the thread that calls ``take`` with each message, and then answers it."""
         self._take, self._counters = take, counters
-        self._thread = threading.Thread(target=self._listen, name="messages", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._listen, name="messages", daemon=True)
+        thread.start()
+        self._thread = thread  # only now, because ``close`` waits for its end
 
     def close(self) -> None:
         """Take the messages that were sent before now, and end all phases; a second call does nothing."""

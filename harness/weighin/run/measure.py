@@ -251,8 +251,9 @@ class Watch:
             loading = [each.pid or pid for each in self.ranks] if self._spec.is_load else []
             look = self.stacks.look if self.stacks else None
             members = self.running.members
-            self.sampler = Sampler(pid, members, self.cgroup, loading=loading, at_sample=look)
-            self.sampler.start()
+            sampler = Sampler(pid, members, self.cgroup, loading=loading, at_sample=look)
+            sampler.start()
+            self.sampler = sampler  # only now, because one that has not started cannot be stopped
 
     def wait(self) -> None:
         """Return when the cell has ended, or a server is ready; kill it at its time-out, or if it thrashes."""
@@ -460,17 +461,20 @@ class Watch:
 
     def close(self) -> None:
         """Stop all threads; a second call does nothing."""
-        self.listener.close()
-        driver = self._driver.stop() if self._driver else None
-        self._driver = None
-        if self.sampler and not self.samples:
-            self.rank_samples = self.sampler.rank_samples
-            self.samples = with_cuda(self.sampler.stop(), self.ranks[0].told.points, driver)
-        if self.cgroup:
-            self.cgroup.close()
-        if self._log is not None:
-            os.close(self._log)
-            self._log = None
+        with ExitStack() as last:  # also if one of the others fails
+            if self._log is not None:
+                last.callback(os.close, self._log)
+                self._log = None
+            if self.cgroup:
+                last.callback(self.cgroup.close)
+            if self.sampler:
+                last.callback(self.sampler.stop)
+            self.listener.close()
+            driver = self._driver.stop() if self._driver else None
+            self._driver = None
+            if self.sampler and not self.samples:
+                self.rank_samples = self.sampler.rank_samples
+                self.samples = with_cuda(self.sampler.stop(), self.ranks[0].told.points, driver)
         if self.listener.error:
             raise self.listener.error
 
