@@ -247,7 +247,8 @@ CATCHING = """
 import sys, time
 try:
     print("waiting", flush=True)
-    time.sleep(60)
+    for _ in range(600):  # a signal just before a long sleep would be seen at its end
+        time.sleep(0.1)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
     sys.exit(5)

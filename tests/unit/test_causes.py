@@ -270,6 +270,12 @@ def test_an_import_names_the_module_and_the_line_that_imports_it() -> None:
     assert found(replace(result, ran=replace(result.ran, stacks=mostly_before)), samples) is None
 
 
+def test_a_busy_thread_beside_the_import_does_not_hide_it() -> None:
+    busy = ("spin (load.py:30)",)
+    stacks = tuple(stack(n * MIB, *frames) for n in (30, 299) for frames in (IMPORTS, busy))
+    assert name_of(killed([300 * MIB], stacks=stacks)) == "import"
+
+
 def test_only_what_grew_during_the_import_counts() -> None:
     """A later import of the same line, once the function that it imported has taken the memory."""
     between = ("work (load.py:9)", "<module> (load.py:5)")

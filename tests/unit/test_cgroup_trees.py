@@ -311,7 +311,9 @@ def test_a_group_that_the_kernel_does_not_let_go_is_no_running_process(
 
 
 def test_a_group_that_cannot_be_entered_is_named(tmp_path: Path) -> None:
-    with pytest.raises(IsolationUnavailable, match=f"cannot enter {tmp_path}/gone/cgroup.procs"):
+    with pytest.raises(
+        IsolationUnavailable, match=f"cannot be started in {tmp_path}/gone/cgroup.procs"
+    ):
         Started(("true",), groups=[tmp_path / "gone"], is_worker=True)
 
 

@@ -161,6 +161,7 @@ def test_a_figure_that_json_cannot_hold(tmp_path: Path) -> None:
         (Counter("a"), {"a": 1}),
         (math, str(math)),
         (LOCK := Lock(), str(LOCK)),
+        (Cell, str(Cell)),  # a class, not an object of it
     ],
 )
 def test_an_option_of_any_kind_is_stored(tmp_path: Path, option: object, stored: object) -> None:

@@ -19,7 +19,7 @@ from weighin.fleet.node import run as run_here
 from weighin.plan.task import Node
 from weighin.result import Result
 from weighin.run import interrupts
-from weighin.text import one_line
+from weighin.text import few, one_line
 
 with extra("ray", "--engine ray"):
     import ray
@@ -130,6 +130,10 @@ class Cluster:
             raise ConfigError(message, next(iter(errors.values()))["repair"])
         found = [Node(n, names[n], **has["node"]) for n, has in told.items() if "node" in has]
         self._silent = asked.keys() - {node.id for node in found}
+        if self._silent and not found:
+            silent = few(sorted(names[node] for node in self._silent))
+            why = f"no node says what it has: {silent}"
+            raise ConfigError(why, "see whether other tasks of Ray hold these nodes: ray status")
         if not found:
             raise ConfigError(
                 f"no node of the cluster has the resource {SLOT} and all labels of the run",

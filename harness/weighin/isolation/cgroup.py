@@ -205,7 +205,7 @@ def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
             except FileNotFoundError:  # another process removed a group
                 continue
             except OSError as error:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or error.errno in (errno.EROFS, errno.EACCES):
                     left = error
                     break
                 time.sleep(0.005)

@@ -360,9 +360,10 @@ class DockerStarted(Running):
                 child_process.signal_each(new)
                 killed |= new
         except PermissionError:  # of a rootless engine
-            with suppress(*_ERRORS):  # ``close`` removes it again, and tells
+            with suppress(*_ERRORS):
                 state = self._client.exec_inspect(self.exec)  # which goes with the container
                 self._code = self._code if state["Running"] else int(state["ExitCode"])
+            with suppress(*_ERRORS):  # ``close`` removes it again, and tells
                 self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:

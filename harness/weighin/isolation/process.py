@@ -187,7 +187,8 @@ class Started(Running):
                 preexec_fn=begin if files or not is_worker else None,  # noqa: PLW1509
             )
         except subprocess.SubprocessError:  # of ``begin``
-            raise IsolationUnavailable(f"the process cannot enter {', '.join(files)}") from None
+            where = f" in {', '.join(files)}" if files else ""
+            raise IsolationUnavailable(f"the process cannot be started{where}") from None
         except OSError as error:
             if is_worker:
                 raise

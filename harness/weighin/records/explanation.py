@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from shlex import quote
 from typing import Final
 
+from weighin.records.metrics import grouped
 from weighin.records.run_folder import read_samples
 from weighin.result import OpenFile, Outcome, Process, Ran, Result, Sample, Stack
 from weighin.text import few, one_line
@@ -359,10 +360,11 @@ def _import(facts: Facts) -> Cause | None:
         return any(frame.is_import for frame in one.frames) and {*outside} <= {*one.frames}
 
     mine = [one for one in facts.places if one.pid == place.pid and not one.waits]
+    readings = grouped(mine, lambda one: one.stack.t_ns).values()  # of all threads at once
     grown = sum(
-        max(after.stack.usage_bytes - before.stack.usage_bytes, 0)
-        for before, after in pairwise(mine)
-        if is_its(before) and is_its(after)
+        max(after[0].stack.usage_bytes - before[0].stack.usage_bytes, 0)
+        for before, after in pairwise(readings)
+        if any(map(is_its, before)) and any(map(is_its, after))
     )
     if grown < max(_LEAST_BYTES, facts.held_bytes // 4):
         return None
@@ -428,7 +430,8 @@ def _growth(facts: Facts) -> Cause | None:
     for at, frame in enumerate(place.frames):
         stacks = [one.stack for one in mine if frame in one.frames]
         rise = sorted((one.t_ns, one.usage_bytes) for one in stacks if one.t_ns <= place.stack.t_ns)
-        is_usual = frame == place.frame or len(stacks) >= len(mine) / 2
+        times = {one.t_ns for one in stacks}
+        is_usual = frame == place.frame or len(times) >= len({m.stack.t_ns for m in mine}) / 2
         if frame.is_library or len({*rise}) < 3 or not is_usual:
             continue
         (start_ns, low), (end_ns, high) = rise[0], rise[-1]

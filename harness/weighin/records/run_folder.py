@@ -294,7 +294,7 @@ def parse_plan(run: Path, text: bytes) -> Plan:
 
 def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes:
     def as_json(inner: Any) -> Any:
-        if is_dataclass(inner):
+        if is_dataclass(inner) and not isinstance(inner, type):
             return {each.name: getattr(inner, each.name) for each in fields(inner)}
         return str(inner)
 

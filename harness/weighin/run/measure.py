@@ -469,9 +469,11 @@ class Watch:
                 last.callback(self.cgroup.close)
             if self.sampler:
                 last.callback(self.sampler.stop)
-            self.listener.close()
-            driver = self._driver.stop() if self._driver else None
-            self._driver = None
+            try:
+                self.listener.close()
+            finally:
+                driver = self._driver.stop() if self._driver else None
+                self._driver = None
             if self.sampler and not self.samples:
                 self.rank_samples = self.sampler.rank_samples
                 self.samples = with_cuda(self.sampler.stop(), self.ranks[0].told.points, driver)
