@@ -163,6 +163,7 @@ def test_a_figure_that_json_cannot_hold(tmp_path: Path) -> None:
         (LOCK := Lock(), str(LOCK)),
         (Cell, str(Cell)),  # a class, not an object of it
     ],
+    ids=["a defaultdict", "a counter", "a module", "a lock", "a class"],
 )
 def test_an_option_of_any_kind_is_stored(tmp_path: Path, option: object, stored: object) -> None:
     cell = make_cell(options={"any": option})
