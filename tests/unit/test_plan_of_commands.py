@@ -124,6 +124,7 @@ def test_what_a_plan_would_run_is_listed_once() -> None:
     cells = [make_command(repeat=0), make_command(repeat=1), make_command(command=("a b",))]
     settings = settings_of(*cells, cwd="/work", image="img:1", mounts=("/data",))
     assert foreign(cells, settings) == [
+        "image img:1",
         "command python train.py --epochs 1",
         "command 'a b'",
     ]
