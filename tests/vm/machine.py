@@ -38,7 +38,7 @@ STEPS = (
 """What the script ``inside`` does, in its order."""
 NIGHTLY_STEPS = ("ordinary-user", "loads", "amounts", "namespaces", "doctor")
 """What it does also in a nightly run: a load imports torch, which takes half a minute there."""
-ENGINES = ("podman", "docker-rootless")
+ENGINES = ("docker", "docker-userns", "docker-rootless", "podman")
 """Engines of containers on cgroup v2, in a machine of their own: a nightly run's."""
 ENGINE_PACKAGES = (
     *("docker.io", "podman", "uidmap", "slirp4netns", "rootlesskit", "fuse-overlayfs"),
