@@ -82,6 +82,11 @@ class Nodes:
         """Kill a node's processes without a chance to clean up, as when its machine is lost."""
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def is_missed(self, node: Any) -> bool:
+        """Tell whether Ray knows that a killed node is lost, which takes it some seconds."""
+        table = self._cluster.global_state.node_table()
+        return any(one["NodeID"] == node.node_id and not one["Alive"] for one in table)
+
     def of_process(self, pid: str) -> Any:
         """Return the node of a process, by the lock in its environment; None if it has ended."""
         try:

@@ -231,6 +231,8 @@ def test_the_cell_of_a_lost_node_runs_on_another_node(
         "the cell did not move",
         60,
     )
+    leftovers.wait_until(lambda: nodes.is_missed(lost), "Ray did not miss the node", 60)
+    time.sleep(2)  # the driver looks twice a second
     hold.chmod(0o644)
     ended = started.end()
     assert ended.code == 0, ended.err
