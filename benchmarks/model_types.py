@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from page_blocks import filled
+from page_blocks import by_reason, filled
 from small_configs import WAYS, small
 
 from weighin import load_pretrained
@@ -40,7 +40,6 @@ from weighin.records import run_folder
 from weighin.records.metrics import grouped
 from weighin.result import Outcome, Result
 from weighin.show.table import Table
-from weighin.show.words import by_reason
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the comparison, which tests share
 from model_differences import differences

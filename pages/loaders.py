@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from page_blocks import filled
+from page_blocks import by_reason, filled
 from predicted_runs import check
 
 from weighin.records import run_folder
@@ -18,7 +18,7 @@ from weighin.records.series import Measured, option_words
 from weighin.result import Outcome, Result
 from weighin.show import words
 from weighin.show.table import Table
-from weighin.show.words import by_reason, scaled
+from weighin.show.words import scaled
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 

@@ -1,6 +1,6 @@
 """The words of reports: how a setting, an outcome, a machine and the kinds of measurements are called."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ from weighin.records.metrics import COLUMNS, grouped
 from weighin.records.series import DIMENSIONS, Measured, Row, split, values, varying
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
 from weighin.result import NOT_DROPPED, Outcome, Result
-from weighin.text import few, markdown
+from weighin.text import few
 from weighin.units import format_bytes, format_exact
 
 # The keys of a record's environment that a caption prints, each with the text before its value.
@@ -162,16 +162,6 @@ def plain(text: str) -> str:
 def scaled(value: float | None, scale: float | None, digits: int) -> str:
     """Return ``value / scale`` as text; "-" without a value, or if the scale is None or 0."""
     return "-" if value is None or not scale else f"{value / scale:.{digits}f}"
-
-
-def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a list item for each reason, with all names whose reason differs in the name alone."""
-    groups: dict[str, dict[str, None]] = {}
-    for name, reason in reasons:
-        shared = reason.removeprefix(f"{name} ").replace(f" and {name} ", " and ")
-        groups.setdefault(shared, {})[name] = None
-    for shared, names in groups.items():
-        yield f"* {markdown(', '.join(names))}: {markdown(plain(shared))}"
 
 
 def size(value: int | None) -> str:
