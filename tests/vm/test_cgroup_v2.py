@@ -109,7 +109,9 @@ def test_a_killed_child_is_named_with_its_limit_its_line_and_its_phase(machine: 
     assert (kill["limit_of"], kill["limit_bytes"], kill["is_main"]) == ("", 256 * MIB, False)
     assert kill["anon_bytes"] > 240 * MIB
     said = (machine.folder / "killed.err").read_text()
-    print(said)
+    print(
+        said, *record["warnings"], f"stacks took {record['ran']['frozen_ns'] / 1e9:.1f} s", sep="\n"
+    )
     assert "The kernel killed python3 (pid " in said and "its RAM limit of 256 MiB" in said
     line = 1 + GROW.read_text().splitlines().index(TAKEN)
     assert f"`grow` (grow.py:{line}) ran" in said
