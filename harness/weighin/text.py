@@ -21,8 +21,9 @@ def one_line(text: str, length: int = 300) -> str:
 
 def printable(text: str, kept: str = "") -> str:
     """Replace what is unprintable and not in ``kept`` by "?", and "::", which may begin a command of GitHub's log."""
-    text = "".join(one if one.isprintable() or one in kept else "?" for one in text)
-    return re.sub(_LOG_COMMAND, ": :", text)
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() or one in kept else "?" for one in text)
+    return re.sub(_LOG_COMMAND, ": :", text) if "::" in text else text
 
 
 def masked(text: str) -> str:

@@ -364,7 +364,7 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
     faults below 0 or above 2**63 - 1 raises ValueError, and so do times in the wrong order.
     """
     if isinstance(value, str):
-        return value if value.isprintable() and "::" not in value else printable(value, "\n\t")
+        return printable(value, "\n\t")
     if isinstance(value, list):
         named = ((f"{place}{at}.", each) for at, each in enumerate(value))
         return [checked(each, inner, is_cell=is_cell, is_free=is_free) for inner, each in named]
