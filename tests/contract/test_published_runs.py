@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import outside
-import pandas as pd
 import pytest
 from outside import RUNS, weighin
 from snapshots import Compare
+
+from weighin import results
 
 FORMATS = "md,html,csv,bmf,gha"  # without pictures
 EXPORTED = ("converting-files", "gpt2-medium-ranks", "gpt2-xl-8GiB", "gpt2-xl-notebook")
@@ -73,11 +74,10 @@ def test_exports_for_dashboards(name: str, kind: str, tmp_path: Path, same: Comp
 
 def test_the_columns_of_the_data_frame(tmp_path: Path, same: Compare) -> None:
     name = outside.published("gpt2-xl-8GiB", tmp_path)
-    assert weighin(tmp_path, "report", name, "--format", "parquet").code == 0
-    table = pd.read_parquet(tmp_path / name / "cells.parquet")
+    table = results(tmp_path / name)
     kinds = {"object": "text", "str": "text", "string": "text"}
     columns = [f"{key}: {kinds.get(str(kind), kind)}" for key, kind in table.dtypes.items()]
-    same("exports/parquet.txt", f"{len(table)} rows\n" + "".join(f"{one}\n" for one in columns))
+    same("exports/frame.txt", f"{len(table)} rows\n" + "".join(f"{one}\n" for one in columns))
 
 
 def as_csv(row: dict[str, Any]) -> dict[str, str]:

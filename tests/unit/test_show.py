@@ -149,18 +149,6 @@ def test_the_page_needs_no_network_and_runs_only_its_own_script(tmp_path: Path) 
     assert "streaming: ok · peak RSS" in html
 
 
-def test_the_page_says_when_the_run_was_measured(tmp_path: Path) -> None:
-    first, second = (
-        replace(make_result(make_cell(repeat=n)), started_at=f"2026-11-29T09:2{n}:01+00:00")
-        for n in (6, 7)
-    )
-    for some, said in (
-        ([second, first], "2026-11-29 09:26 to 2026-11-29 09:27 UTC"),
-        ([first], "2026-11-29 09:26 UTC"),
-    ):
-        assert f"Measured {said}." in page.render(Measured(some, folder=tmp_path), {})
-
-
 def test_the_tip_of_a_bar_has_each_size_with_its_range() -> None:
     repeats = [
         make_result(
@@ -186,7 +174,7 @@ def test_the_tip_of_a_bar_has_each_size_with_its_range() -> None:
 
 def test_the_pictures_of_a_run_and_their_tips(tmp_path: Path) -> None:
     sweep = Measured(a_sweep())
-    assert [*pictures(sweep)] == ["survival", "peaks", "time-over-peak"]
+    assert [*pictures(sweep)] == ["peaks", "time-over-peak"]
     measured = Measured(notebook_run(), folder=tmp_path)
     assert [*pictures(measured)] == ["peaks", "time-over-peak"]
     for one in measured.results:

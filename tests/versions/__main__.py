@@ -37,7 +37,7 @@ TESTED: Final = (
 """Unit tests of what runs torch: the loader, the formats, the strategies and the prediction. The loader's
 conformance with torch is tested, too."""
 
-_TOOLS: Final = ("pytest", "hypothesis", "pyarrow")  # of the extra "dev": what these tests import
+_TOOLS: Final = ("pytest", "hypothesis")  # of the extra "dev": what these tests import
 _TORCHS_OWN: Final = ("torch", "sympy")  # torch pins sympy exactly, each version another one
 _COLUMNS: Final = ("torch", "python", "passed", "failed", "errors", "skipped", "seconds", "")
 _MOST_S: Final = 3600

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     *parameters(
         {
             "RUN": "The folder of a run.",
-            "--format NAMES": "Formats of the report, comma-separated: md, html, csv, png, svg; bmf (Bencher), gha (GitHub Action Benchmark), parquet.",
+            "--format NAMES": "Formats of the report, comma-separated: md, html, csv, png; bmf (Bencher), gha (GitHub Action Benchmark).",
         },
         format="md,html,csv,png",
     ),
     _options.JSON,
     examples={
         "Write the report of a run again": "weighin report results/20261120T093000-gpt2-xl-8GiB",
-        "Write only the HTML page and the pictures": "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
-        "Write files for other tools": "weighin report results/RUN --format bmf,gha,parquet",
+        "Write only the HTML page": "weighin report results/20261120T093000-gpt2-xl-8GiB --format html",
+        "Write files for other tools": "weighin report results/RUN --format bmf,gha",
         "Print the report's figures as JSON": "weighin report results/RUN --json -",
     },
 )

@@ -201,7 +201,6 @@ class Matrix:
     labels: list[str]
     limits: tuple[int | None, ...]
     fields: dict[tuple[int, int], Typical]
-    model_bytes: int | None
 
 
 def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | None]) -> list[Matrix]:
@@ -227,8 +226,7 @@ def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | Non
         }
         cells = tuple(searched(group[0].cell) for group in rows)
         labels = list(map(labels_among(cells), cells))
-        size = next(filter(None, (one.result.model_bytes for one in fields.values())), None)
-        built.append(Matrix(scene(ours[0].cell), cells, labels, tuple(ordered), fields, size))
+        built.append(Matrix(scene(ours[0].cell), cells, labels, tuple(ordered), fields))
     return built
 
 

@@ -22,7 +22,6 @@ from weighin.show.table import Table, escape
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_IN_A_TABLE: Final = "survival"  # the picture that shows no more than the table
 _FILES: Final = (run_folder.RECORDS, run_folder.PLAN, "summary.csv", "report.md")
 
 
@@ -36,7 +35,6 @@ def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
     pictures = [
         f'<figure id="{name}" class="picture scroll" tabindex="0">{style.svg(figure, name)}</figure>\n'
         for name, figure in figures.items()
-        if name != _IN_A_TABLE
     ]
     hint = '<p class="hint">Point at a mark to read its figures.</p>\n'
     sections = [
@@ -63,19 +61,8 @@ def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
         title=title,
         css=css,
         shared=escape(words.shared(run)),
-        when=escape(_when(run)),
         body=body,
         run=escape(run.folder.resolve().name),
         links=links,
         script=script,
     )
-
-
-def _when(run: Measured) -> str:
-    """Return the times at which the first and the last measurement of a run started."""
-    starts = sorted(one.started_at for one in run.results if one.started_at)
-    if not starts:
-        return ""
-    first, last = (start[:16].replace("T", " ") for start in (starts[0], starts[-1]))
-    zone = " UTC" if all(start.endswith("+00:00") for start in starts) else ""
-    return f"Measured {first if first == last else f'{first} to {last}'}{zone}."

@@ -1,15 +1,14 @@
-"""Draw a run: peaks as bars, time over peak, and survival."""
+"""Draw a run: peaks as bars, and time over peak."""
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.records.series import Matrix, Measured, Row, cells_of, labels_among, varying
+from weighin.records.series import Measured, Row, cells_of, labels_among, varying
 from weighin.result import Outcome
-from weighin.show import findings, words
 from weighin.show import style as look
+from weighin.show import words
 from weighin.show.report import SCENE, has
 from weighin.show.words import KINDS
 from weighin.text import one_line
@@ -23,15 +22,11 @@ _ROW_IN: Final = 0.42
 _MOST_ROWS: Final = 60  # of a panel
 _MARGIN: Final = 1.3  # width of the axis / longest bar, so that the outcomes fit right of the bars
 _APART: Final = 0.12  # the least distance of two labels above a panel, as a share of its width
-# Light forms of Okabe and Ito's colours, which colour-blind readers can tell apart.
-_FILLS: Final = {"survives": "#BFE5D8", "thrashes": "#F7D488", "killed": "#EDB9A0"}
 
 
 def pictures(run: Measured) -> "Mapping[str, Callable[[], Figure]]":
     """Return, by the name of each picture that only needs records, the function that draws it."""
     found: dict[str, Callable[[], Figure]] = {}
-    if run.matrices and not run.has_floors:
-        found["survival"] = partial(draw_survival, run)
     if run.rows:
         found["peaks"] = partial(draw_peaks, run)
     if _compared(run):
@@ -241,45 +236,3 @@ def draw_front(run: Measured) -> "Figure":
     ]
     look.dress(figure, look.headline(run.rows, "Time over peak:"), [], lines)
     return figure
-
-
-def draw_survival(run: Measured) -> "Figure":
-    """Draw the tables of survival: a field for each strategy and RAM limit, coloured by the verdict."""
-    from matplotlib.patches import Rectangle
-
-    drawn = run.matrices[: look.MAX_PANELS]
-    figure, grid = look.new_figure([0.55 * len(matrix.rows) + 0.7 for matrix in drawn])
-    for axes, matrix in zip(grid, drawn, strict=True):
-        table = findings.survival_of(run, matrix, limits_are_columns=True)
-        names, *columns = zip(*table.entries, strict=True)
-        for across, column in enumerate(columns):
-            for down, field in enumerate(column):
-                fill = _FILLS.get(field.kind, "#F2F2F2")
-                patch = Rectangle((across, down), 1, 1, facecolor=fill, edgecolor="white", linewidth=2)  # fmt: skip
-                look.tip(axes.add_patch(patch), field.tip)
-                text, middle = textwrap.fill(field.text, 10), (across + 0.5, down + 0.5)
-                axes.annotate(text, middle, ha="center", va="center", fontsize=9, color=look.INK)
-        axes.set_xlim(0, len(columns))
-        axes.set_ylim(len(names), 0)
-        heads = [column.title for column in table.columns[1:]]
-        axes.set_xticks([at + 0.5 for at in range(len(columns))], heads)
-        axes.set_yticks([at + 0.5 for at in range(len(names))], [look.verbatim(one.text) for one in names])  # fmt: skip
-        axes.xaxis.tick_top()
-        axes.tick_params(length=0, labelsize=9, colors=look.INK)
-        axes.spines[:].set_visible(False)
-        _below_the_model(axes, matrix, 0.0, -0.02)
-    several = KINDS[drawn[0].scene.operation].words["several"]
-    handles = look.legend(*((True, one, {"facecolor": fill}) for one, fill in _FILLS.items()))
-    title = look.headline(run.rows, f"Which {several} survive which RAM limit?")
-    look.dress(figure, title, handles, findings.survival_of(run, drawn[0]).notes)
-    return figure
-
-
-def _below_the_model(axes: "Axes", matrix: Matrix, before: float, height: float) -> None:
-    """Draw a line ``before`` the first of several RAM limits that is below the model's size."""
-    size = matrix.model_bytes or 0
-    place = next((at for at, one in enumerate(matrix.limits) if one and one < size), 0)
-    if place:
-        axes.axvline(place - before, color="black", linewidth=1.4, linestyle="--", zorder=2)
-        text, side = f" limit below the model's {size / GIB:.2f} GiB →", "top" if height < 0 else "bottom"  # fmt: skip
-        axes.text(place - before, height, text, va=side, transform=axes.get_xaxis_transform(), **look.SMALL)  # fmt: skip

@@ -42,12 +42,9 @@ SCENE: Final = tuple(name for name in DIMENSIONS if name not in IN_LABELS)
 """Rows that are equal in all of these settings are compared with each other."""
 _UNITS: Final = {"bytes": "GiB", "ns": "s"}  # in tables
 _MOST_SCENES: Final = 16
-_TEXTS: Final = (
-    "group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message", "needed_is_sampled",
-)  # fmt: skip
-OF_CELLS: Final = (*_TEXTS, "repeat", *COLUMNS)
-OF_SERIES: Final = (
-    *_TEXTS, "repeats", "ok", *(f"{name}{end}" for name in COLUMNS for end in ("", "_min", "_max")),
+_IN_CSV: Final = (
+    "strategy", *DIMENSIONS, "outcome", "last_phase", "message", "needed_is_sampled", "repeats", "ok",
+    *(f"{name}{end}" for name in COLUMNS for end in ("", "_min", "_max")),
 )  # fmt: skip
 _IN_TERMINAL: Final = 3  # sentences
 
@@ -286,16 +283,16 @@ def _floors(searched: Sequence[Floor]) -> str:
     return text
 
 
-def csv_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """Return those ``columns`` that at least one operation in these rows can fill, without "group"."""
+def csv_columns(rows: Sequence[Row]) -> list[str]:
+    """Return the columns of summary.csv that at least one operation in these rows can fill."""
     absent = frozenset.intersection(*(kind.lacks for kind in words.kinds_of(rows)))
-    names = {"group", *(f"{name}{end}" for name in absent for end in ("", "_min", "_max"))}
-    return [name for name in columns if name not in names]
+    names = {f"{name}{end}" for name in absent for end in ("", "_min", "_max")}
+    return [name for name in _IN_CSV if name not in names]
 
 
 def as_json(run: Measured, files: Sequence[Path]) -> dict[str, Any]:
     """Return the rows of summary.csv as ``series``, with the answer (which explains a single command)."""
-    names = csv_columns(run.rows, OF_SERIES)
+    names = csv_columns(run.rows)
     is_one = len(run.results) == 1 and bool(run.results[0].cell.command)
     return {
         "run": str(run.folder),

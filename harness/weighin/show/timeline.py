@@ -3,7 +3,6 @@
 A panel of a load or save begins at the load: of the imports before it, only a thin band is shown.
 """
 
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
@@ -14,10 +13,9 @@ from weighin.records.series import Measured, Row, cells_of, labels_among, values
 from weighin.result import Outcome, Phase, Sample, phases_of
 from weighin.show import style as look
 from weighin.show import words
-from weighin.show.findings import stacks_at_peak
 from weighin.show.report import SCENE
 from weighin.text import one_line
-from weighin.units import GIB, format_bytes, format_seconds
+from weighin.units import GIB, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,9 +51,7 @@ _MEANT: Final = {
 _HEADROOM: Final = 1.4  # height of the axis / highest memory, so that the names of phases fit above
 _POINTS: Final = 300  # about the width of a panel in pixels; more points only enlarge the SVG
 _BEFORE: Final = 0.06  # of the panel's width for what happened before the load
-_LEAST_APART: Final = 0.03  # between the texts of two marked lines, as a share of the panel's width
 _LEAST_NAMED: Final = 0.05  # of the panel's width: a phase of this length has its name in the panel
-_MARK_LENGTH: Final = 28
 _CHARACTER: Final = 0.0145  # width of a letter, as a share of the panel's width
 _Point = TypeVar("_Point")
 
@@ -196,16 +192,11 @@ def _panel(axes: "Axes", track: Track, span: float) -> set[str]:
     _phases(axes, track, span)
     if marks := result.ran.marks if result.ran else ():
         drawn.add("line of output")
-    written_s = -span
     for mark in marks:
         if (at_s := track.seconds(mark.t_ns)) > span:
             break
         line = axes.axvline(at_s, color=look.INK, linestyle=":", linewidth=0.8, zorder=2.5)
         look.tip(line, f"{mark.text}\nat {at_s:.2f} s, a line of output")
-        if at_s - written_s >= _LEAST_APART * span:
-            shown = look.verbatim(textwrap.shorten(mark.text, _MARK_LENGTH, placeholder="…"))
-            axes.text(at_s, 0.86, shown, **_upright(axes, 6))
-            written_s = at_s
     if track.is_cut:
         drawn.add("cut off")
         _cut(axes, track, span)
@@ -231,11 +222,6 @@ def _areas(axes: "Axes", track: Track) -> set[str]:
     total = list(map(sum, zip(*layers, strict=True)))
     axes.plot(seconds, total, color=look.INK, linewidth=0.8)
     return {*shown}
-
-
-def _upright(axes: "Axes", size: float) -> dict[str, Any]:
-    style = {"va": "top", "fontsize": size, "color": look.INK, "rotation": 90}
-    return style | {"transform": axes.get_xaxis_transform()}
 
 
 def _phases(axes: "Axes", track: Track, span: float) -> None:
@@ -273,10 +259,17 @@ def _phases(axes: "Axes", track: Track, span: float) -> None:
         left, right = max(start, axes.get_xlim()[0]), min(end, span)
         width = (right - left) / span
         if width >= _LEAST_NAMED:
-            text = _upright(axes, 7) | {"ha": "center"}
-            if width >= _CHARACTER * (len(name) + 1):
-                text["rotation"] = 0
-            axes.text((left + right) / 2, 0.97, look.verbatim(name), **text)
+            axes.text(
+                (left + right) / 2,
+                0.97,
+                look.verbatim(name),
+                ha="center",
+                va="top",
+                fontsize=7,
+                color=look.INK,
+                rotation=0 if width >= _CHARACTER * (len(name) + 1) else 90,
+                transform=axes.get_xaxis_transform(),
+            )
 
 
 def _cut(axes: "Axes", track: Track, span: float) -> None:
@@ -311,10 +304,6 @@ def _caption(run: Measured, tracks: Sequence[Track]) -> list[str]:
         about += " The first repeat of each."
     lines = [words.shared(run, without=("model", "ram_limit_bytes")), about]
     lines += [f"{'; '.join(meant)}."] if meant else []
-    for track in tracks:
-        for stack in stacks_at_peak(track.result)[:1]:
-            usage = format_bytes(stack.usage_bytes, digits=1)
-            lines.append(f"Stack of {track.label}, at {usage}: {stack.frames[0]}.")
     if any(result.ranks for result in results):
         lines.append("Of several ranks: the sum of all; the bands are the phases of rank 0.")
     return lines

@@ -323,12 +323,6 @@ def notes(run: Measured) -> list[str]:
         lines.append(
             "Not ok: the figures are the last readings before the end, and not the memory that a load needs."
         )
-    ok = [row for row in run.rows if row["outcome"] == Outcome.OK and row["ram_limit_bytes"]]
-    if any((row["peak_rss_bytes"] or 0) > row["ram_limit_bytes"] for row in ok):
-        lines.append(
-            "A peak RSS above the RAM limit: pages of libraries and files that were in memory before count"
-            " in the RSS, and the kernel charges them to the cgroup that read them first."
-        )
     if (repeats := max((row["repeats"] for row in run.rows), default=0)) > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
     builders = {
