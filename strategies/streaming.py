@@ -19,7 +19,7 @@ from weighin.strategy import Load, load_streaming
 
 FORMATS = (
     "pt", "safetensors", "sharded", "sharded_pt", "per_param", "per_module", "dcp", "pt_legacy",
-    "deepspeed", "deepspeed_universal", "gguf", "sentence_transformers",
+    "deepspeed", "deepspeed_universal", "gguf",
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("threads", "granularity", "key", "strip_prefix")

@@ -343,10 +343,7 @@ LAYOUTS: Final = [
         "sentence-transformers with its transformer in a folder",
         GROUP,
         _several_parts,
-        {
-            "transformers": "transformers loads Hugging Face folders only",
-            "convert": "--keys model needs the model's class.*leave --keys out",
-        },
+        refused("of several parts: .*give the folder of one part", all_but("load")),
         packages=("sentence_transformers",),
     ),
     Layout(

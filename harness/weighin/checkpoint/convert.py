@@ -20,7 +20,7 @@ from weighin.checkpoint import staging
 from weighin.checkpoint.child import Report, run_child
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
-from weighin.stream import formats, pretrained_folder, sentence_parts
+from weighin.stream import formats, pretrained_folder
 from weighin.stream import gguf_files as gguf
 from weighin.stream.folders import MAX_SHARD_BYTES
 from weighin.stream.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
@@ -216,7 +216,7 @@ class Conversion:
             if folder != self.source:
                 # raises if another file would be read
                 pretrained_folder.from_pretrained_arguments(self.source)
-            if not model_class and sentence_parts.has_more_parts(folder):
+            if not model_class and pretrained_folder.parts_with_weights(folder):
                 # the transformer alone
                 model_class = pretrained_folder.read_folder(folder, choice).wanted
         state = load_pretrained(

@@ -5,15 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.stream import (
-    folders,
-    foreign,
-    gguf_files,
-    safetensors_files,
-    sentence_parts,
-    torch_files,
-    zero,
-)
+from weighin.stream import folders, foreign, gguf_files, safetensors_files, torch_files, zero
 from weighin.stream.pretrained_folder import find_weights, is_pretrained
 from weighin.stream.pretrained_library import WHOLE, Selection
 from weighin.stream.slices import Checkpoint, Slice
@@ -29,7 +21,7 @@ SUFFIXES: Final = {
 NAMES: Final = tuple(SUFFIXES)
 PICKLED: Final = ("pt", "pt_legacy")
 """The formats of torch.save."""
-READ_ONLY: Final = ("deepspeed_universal", "deepspeed", gguf_files.NAME, sentence_parts.NAME)
+READ_ONLY: Final = ("deepspeed_universal", "deepspeed", gguf_files.NAME)
 
 _TENSORIZER: Final = "tensorizer"  # which this package alone writes and reads
 
@@ -84,8 +76,6 @@ def _located(path: Path) -> tuple[str, Path]:
         name = folders.format_of(path) or zero.format_of(path)
         if not name and gguf_files.matches(path):
             name = gguf_files.NAME
-        if not name and sentence_parts.matches(path):
-            name = sentence_parts.NAME
         step = foreign.named_step(path)
         if not name and step and step[1].is_dir():
             return _located(step[1])
@@ -121,8 +111,6 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
         found = safetensors_files.read(path)
     elif name == gguf_files.NAME:
         found = gguf_files.read(path)
-    elif name == sentence_parts.NAME:
-        found = sentence_parts.read(path, read)
     elif name.startswith("deepspeed"):
         found = zero.read(path, name)
     elif name == _TENSORIZER:

@@ -18,7 +18,7 @@ import torch
 from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
 from weighin.models import pretrained
 from weighin.models.description import chosen_class, described_gguf
-from weighin.stream import foreign, formats, quantised, sentence_parts
+from weighin.stream import foreign, formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.bytes import mapped
 from weighin.stream.construct import construct, without_weights
@@ -31,6 +31,8 @@ from weighin.stream.pretrained_folder import (
     dtype_of,
     find_weights,
     is_pretrained,
+    listed_parts,
+    parts_with_weights,
     path_of,
     read_folder,
     refuse_adapter,
@@ -139,11 +141,12 @@ def load_pretrained(
         named = model_class or described_gguf(file)["architecture"]
         load = Load(gguf.read(file), threads, ignores_adapter=True)
         return _loaded({"architecture": named, ARGUMENT: adapter}, file, load, options)
-    is_bare = bool(model_class or adapter)  # the transformer alone
-    if sentence_parts.matches(path) or (sentence_parts.has_more_parts(path) and not is_bare):
+    has_config = is_pretrained(path)
+    is_one_part = has_config and bool(model_class or adapter)  # the transformer alone
+    if not is_one_part and (parts := parts_with_weights(path)):
         check_used("a sentence-transformers folder of several parts")
-        return _of_sentences(path, kind, place, threads)
-    if not is_pretrained(path):
+        return _of_sentences(path, parts, kind, place, threads)
+    if not has_config:
         if broken := foreign.broken_link(path / CONFIG):
             raise broken
         formats.detect(path)  # raises a more exact error for a path that is no checkpoint
@@ -278,11 +281,22 @@ def _of_timm(found: PretrainedFolder, selection: Selection, dtype: torch.dtype) 
 
 
 def _of_sentences(
-    folder: Path, dtype: torch.dtype | str | None, device: torch.device, threads: int | None
+    folder: Path,
+    parts: Sequence[str],
+    dtype: torch.dtype | str | None,
+    device: torch.device,
+    threads: int | None,
 ) -> Any:
     """Return ``SentenceTransformer(folder, device=device)``; without a dtype, in its own."""
-    files = sentence_parts.read(folder, formats.read).files
-    parts = sentence_parts.own_folders(folder)
+    files: list[Path] = []
+    for index, place in enumerate(listed_parts(folder)):
+        if not isinstance(place, str) or ".." in Path(place).parts:
+            raise CheckpointError(
+                f"{folder / 'modules.json'}: part {index} has no 'path' that lies within the folder",
+                "save the model again: SentenceTransformer.save(FOLDER)",
+            )
+        if weights := find_weights(folder / place):
+            files += formats.files(weights)
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {', '.join(parts)}"
     with extra("sentence-transformers", f"{what},"):
         from sentence_transformers import SentenceTransformer

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
-from weighin.files import object_in, parse_json, read_bytes
+from weighin.files import MIB, json_in, object_in, parse_json, read_bytes
 from weighin.stream import foreign
 from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import HUB_ENTRY, no_model
@@ -168,6 +168,20 @@ def _explicit(path: Path) -> Path | None:
         f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names {what}; from_pretrained fails, too",
         f"correct '{_EXPLICIT}', or remove the key, so that model.safetensors is read",
     )
+
+
+def listed_parts(folder: Path) -> list[Any]:
+    """Return the paths of the parts of a sentence-transformers folder, as its ``modules.json`` lists them."""
+    content = json_in(folder / "modules.json", MIB)
+    listed = content if isinstance(content, list) else []
+    return [part.get("path") if isinstance(part, dict) else None for part in listed]
+
+
+def parts_with_weights(folder: Path) -> list[str]:
+    """Return the subfolders in which a sentence-transformers folder has one part with weights each."""
+    places = listed_parts(folder)
+    inner = foreign.models_below(folder) if places else []
+    return [place for place in places if place in inner]
 
 
 def folder_of(checkpoint: Path) -> Path:

@@ -29,7 +29,7 @@ from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
 from weighin.models.description import spec_of, spec_of_gguf
 from weighin.settings.yaml_file import read_mapping
-from weighin.stream import formats, pretrained_folder, quantised, sentence_parts
+from weighin.stream import formats, pretrained_folder, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import NOT_MEASURED
 from weighin.stream.pretrained_folder import (
@@ -459,7 +459,7 @@ def notes_on(
             f"config.json names no class in 'architectures', so weighin takes {taken}; to take another"
             " class: --set model_class=CLASS"
         )
-    if parts := sentence_parts.own_folders(path):
+    if parts := pretrained_folder.parts_with_weights(path):
         notes.append(
             f"{path} is the transformer of a sentence-transformers folder; other parts that have"
             f" weights are not loaded: {', '.join(str(path / part) for part in parts)}"
