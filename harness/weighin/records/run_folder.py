@@ -44,6 +44,7 @@ _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin benc
 _FREE: Final = {"kwargs", "options", "environment", "command"}  # any value may be there
 _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
+_AMOUNTS: Final = ("_bytes", "_ns", "_faults")
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
 _SAMPLED: Final = {each.name for each in fields(Sample)}
 _T = TypeVar("_T")
@@ -370,16 +371,19 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
         return [checked(each, inner, is_cell=is_cell, is_free=is_free) for inner, each in named]
     if not isinstance(value, dict):
         return value
-    cleaned, numbers = {}, {} if is_free else {k: v for k, v in value.items() if isinstance(v, int)}
+    cleaned, is_checked = {}, not is_free
     for key, each in value.items():
-        amount = numbers.get(key, 0) if key.endswith(("_bytes", "_ns", "_faults")) else 0
-        if not 0 <= amount < _LARGEST:
-            raise ValueError(f"{place}{key}: impossible value {short_repr(each)}")
-        inside = {"is_cell": key in _CELLS, "is_free": is_free or key in _FREE}
+        if isinstance(each, int):
+            if is_checked and key.endswith(_AMOUNTS) and not 0 <= each < _LARGEST:
+                raise ValueError(f"{place}{key}: impossible value {short_repr(each)}")
+            cleaned[printable(key)] = each
+            continue
         is_kept = is_cell and key in (_FREE if place else {"settings"})
+        inside = {"is_cell": key in _CELLS, "is_free": is_free or key in _FREE}
         cleaned[printable(key)] = each if is_kept else checked(each, f"{place}{key}.", **inside)
-    for later, earlier, what in _ORDERED:
-        if {later, earlier} <= numbers.keys() and numbers[later] < numbers[earlier]:
+    for later, earlier, what in _ORDERED if is_checked else ():
+        end, start = value.get(later), value.get(earlier)
+        if isinstance(end, int) and isinstance(start, int) and end < start:
             raise ValueError(f"{place}{later}: {what} {earlier}")
     return cleaned
 
