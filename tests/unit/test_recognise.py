@@ -182,9 +182,7 @@ def test_an_encrypted_record_is_named(tmp_path: Path) -> None:
     at = data.find(b"PK\1\2")
     data[at + 8] |= 1
     (tmp_path / "model.pt").write_bytes(data)
-    error = refusal(tmp_path / "model.pt")
-    assert " is encrypted" in error.message
-    assert "with its password" in error.repair
+    assert " is compressed or encrypted" in refusal(tmp_path / "model.pt").message
 
 
 def test_a_directory_before_the_start_of_the_archive_is_damage(tmp_path: Path) -> None:

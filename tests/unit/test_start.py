@@ -1,11 +1,9 @@
 """From what was asked for to a run, and from its folder back to the same run."""
 
 import json
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.probes import environment, gpu_memory
 from weighin.settings.definition import Settings, check_suite
-from weighin.stream import torch_files
 from weighin.units import GIB
 
 LOAD = '"""Load."""\nDEVICES = ("cpu",)\n\ndef load(job): ...\n'
@@ -162,14 +159,6 @@ def test_a_strategy_that_reads_another_part_or_format_than_the_run_starts_nothin
     assert not (here / "run").exists()
 
 
-def test_repeats_do_not_read_the_checkpoint_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_files, "read", read := Mock(wraps=torch_files.read))
-    training("model", "baseline", folder="once")
-    once = read.call_count
-    training("model", "baseline", folder="often", repeats=5)
-    assert read.call_count == 2 * once > 0
-
-
 def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:
     (here / "baseline.py").write_text(LOAD)
     ours = started("other").planned[0].strategy.path
@@ -190,18 +179,6 @@ def test_a_plan_that_somebody_else_wrote_is_not_resumed(
         resume(Path("run"))
     assert caught.value.message.startswith("run/plan.json lacks the strategy or command ")
     assert caught.value.repair == "start a new run"
-
-
-def test_a_strategy_that_torch_keeps_from_a_checkpoint_says_what_loading_it_would_do(
-    here: Path,
-) -> None:
-    torch.save({"model": {"weight": torch.zeros(2)}, "args": Namespace(lr=1)}, "training.pt")
-    own = [{"name": "baseline", "options": {"key": "model"}}]
-    text = complaint(lambda: started(strategies=own, checkpoint="training.pt", key="model"))
-    assert text.splitlines()[0] == (
-        "weighin skips every measurement of the run: baseline: torch.load(weights_only=True) refuses"
-        " argparse.Namespace in training.pt; weights_only=False runs code from the file"
-    )
 
 
 def test_a_gpu_cell_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,8 +105,8 @@ FLOATS = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\2NtQ
         (pickled(b"X" + struct.pack("<I", 2**31)), "truncated: the file ends inside the pickle"),
         (pickled(b"ctorch\n" + b"x" * 2000), "truncated: the file ends inside the pickle"),
         (pickled(b"h\x05"), "Memo value not found at index 5"),
-        (pickled(b"t"), "could not find MARK"),
-        (pickled(b"("), "unexpected MARK found"),
+        (pickled(b"t"), "pop from empty list"),
+        (pickled(b"("), "pop from empty list"),
         (pickled(b"}(K\x01K\x02K\x01K\x03u"), "key 1 occurs twice"),
         (pickled(b"]K\x01K\x02s"), "list assignment index out of range"),
         (pickled(b"K\x01K\x02a"), "'int' object has no attribute 'append'"),
@@ -159,6 +159,8 @@ def test_a_pickle_that_grows_without_end_is_given_up(
     text = b"\x80\x02X" + struct.pack("<I", 2**25) + bytes(2**25)
     for data, limit in (
         (pickled(b"]" * 2000), "more than 1,000 objects"),
+        (pickled(b"(" * 2000), "more than 1,000 objects"),
+        (pickled(b"N" + b"\x94" * 2000), "more than 1,000 objects"),
         (pickled(b"N" * 4000), "more than 3,000 instructions"),
         (text, "longer than 33,554,432 bytes"),
     ):
@@ -166,23 +168,23 @@ def test_a_pickle_that_grows_without_end_is_given_up(
             pickles.load(tmp_path / "x", io.BytesIO(data))
         assert caught.value.message == f"{tmp_path / 'x'}: the pickle cannot be read: {limit}"
         assert caught.value.repair.startswith("load the file with torch, and save plain weights")
-    with pytest.raises(CheckpointError, match="an object is stored at an impossible index"):
-        pickles.load(tmp_path / "x", io.BytesIO(pickled(b"]r" + struct.pack("<I", 2**31))))
+    far = pickled(b"]r" + struct.pack("<I", 2**31))  # no memory for all the places before it
+    assert pickles.load(tmp_path / "x", io.BytesIO(far)).value == []
 
 
-def test_of_the_bytes_after_a_pickle_few_are_read(tmp_path: Path) -> None:
+def test_no_byte_after_a_pickle_is_read(tmp_path: Path) -> None:
     class File(io.BytesIO):
-        count = 0
+        furthest = 0
 
         def read(self, size: int | None = -1, /) -> bytes:
             data = super().read(size)
-            self.count += len(data)
+            self.furthest = max(self.furthest, self.tell())
             return data
 
-    file = File(pickle.dumps(bytes(100_000), protocol=2) + bytes(2**22))
+    data = pickle.dumps(bytes(100_000), protocol=2)
+    file = File(data + bytes(2**22))
     assert len(pickles.load(tmp_path / "x", file).value.contents[0][0]) == 100_000
-    assert file.count == 2**17
-    assert file.tell() < 2**17
+    assert file.furthest == file.tell() == len(data)
 
 
 def test_one_list_is_not_copied_by_every_call_that_names_it(tmp_path: Path) -> None:
@@ -286,7 +288,8 @@ def test_a_record_whose_header_lies_inside_another_is_refused(path: Path, tmp_pa
     (entry,) = [at for at in entries(data)[1] if data.startswith(DATA.encode(), at + 46)]
     struct.pack_into("<L", data, entry + 42, data.index(header))
     other.write_bytes(data)
-    assert message_of(other) == f"damaged: record {DATA!r} overlaps record {PICKLE!r}"
+    where = f"record {DATA!r} at byte {data.index(header):,}"
+    assert message_of(other) == f"damaged: {where} overlaps another, or lies outside the archive"
 
 
 @pytest.mark.parametrize("more", [-40, 40])

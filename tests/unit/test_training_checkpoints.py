@@ -160,7 +160,7 @@ def test_deep_and_shared_objects_take_little_time(tmp_path: Path, depth: int) ->
     from weighin.stream.torch_files import TorchFile
 
     with pytest.raises(CheckpointError, match="not a flat state dict: 'a' holds a list"):
-        TorchFile(path, {"model": value}, "", {}).checkpoint("model")
+        TorchFile(path, {"model": value}, {}).checkpoint("model")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

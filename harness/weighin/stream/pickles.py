@@ -1,14 +1,12 @@
 """Read what ``torch.save`` pickled as plain records: nothing that a pickle names is imported or called.
 
-Python's own unpickler moves the values on its stack, and ``_rewritten`` first replaces every
-instruction that would call, build or hash an object: the new instructions hand the operands to
-``Pickled.persistent_load``, which makes a record of them. The record of a tensor is a ``Slice`` whose
-name is the key of its storage, and whose offset counts from the storage's start.
+Python's own unpickler moves the values on its stack. ``Pickled`` follows only the instructions of ``_DO``,
+in which those that would call, build or hash an object make a record of their operands. The record of
+a tensor is a ``Slice`` whose name is the key of its storage, and whose offset counts from the storage's
+start.
 """
 
-import io
 import pickle
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,10 +17,7 @@ from weighin.stream.foreign import AGAIN, RESAVE
 from weighin.stream.slices import ITEM_BYTES, LARGEST, Slice, is_sizes
 from weighin.text import shown
 
-MOST_BYTES: Final = 32 * 1024**2
-"""The largest pickle that is read, in bytes: 200 times the size of GPT-2 XL's pickle."""
-
-_USUAL_BYTES: Final = 64 * 1024  # which are read first
+MOST_BYTES: Final = 32 * 1024**2  # of a pickle: 200 times the size of GPT-2 XL's
 _MOST_INSTRUCTIONS: Final = 3_000_000  # each may push a number of some 40 bytes
 _MOST_OBJECTS: Final = 700_000  # of some 100 to 200 bytes each; a tensor takes ten
 _MOST_NAMES: Final = 10_000  # of classes and functions
@@ -40,20 +35,11 @@ _STORAGES: Final = {
     "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
     "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
-"""Maps a class of storages to its dtype."""
 _OF_STORAGES: Final = ("torch", "torch.cuda", "torch.storage")
 
 _REBUILD: Final = "torch._utils._rebuild_"
 _TYPED: Final = "torch._tensor._rebuild_from_type_v2"
-_NOT_READ: Final = (_REBUILD, "torch.nn.parameter.Uninitialized")
-"""The names of functions and classes that make sparse, nested, lazy and other tensors begin so."""
-_SAFE: Final = frozenset({
-    "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
-    "collections.Counter", "collections.OrderedDict", "torch.Size", "torch.Tensor", "torch.device",
-    _TYPED, "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
-})  # fmt: skip
-"""Classes and functions that torch.load(weights_only=True) accepts, besides those of tensors."""
-
+_NOT_READ: Final = (_REBUILD, "torch.nn.parameter.Uninitialized")  # sparse, nested, lazy, ...
 _SMALLER: Final = (
     "load the file with torch, and save plain weights: torch.save(model.state_dict(), ...)"
 )
@@ -95,11 +81,6 @@ class Opaque:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.contents.extend((key, value))
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether torch.load(weights_only=True) refuses the object."""
-        return not self.is_tensor and "." in self.kind and not is_safe(self.kind)
 
 
 class Dict(dict[Any, Any]):
@@ -143,14 +124,6 @@ class Storage:
         return self.numel * _STORED_BYTES[self.dtype]
 
 
-def is_safe(name: str) -> bool:
-    """Tell whether torch.load(weights_only=True) accepts the name of a class or function."""
-    name = name.replace("__builtin__.", "builtins.")
-    module, _, leaf = name.rpartition(".")
-    of_tensors = leaf in _STORAGES or leaf in ITEM_BYTES or leaf.endswith("Tensor")
-    return name in _SAFE or name.startswith(_REBUILD) or (module in _OF_STORAGES and of_tensors)
-
-
 def type_name(value: Any) -> str:
     """Return the name of a pickled value's Python type, for messages."""
     if isinstance(value, Opaque):
@@ -159,89 +132,50 @@ def type_name(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-# Instructions
+class Pickled(pickle._Unpickler):  # which is in Python: the one in C calls what it likes
+    """The next pickle of a file: its ``value`` as records, and its ``storages`` by key."""
 
-_PLAIN_BYTES: Final = {  # instructions that only move values, and the bytes of their operands
-    b"(012N\x88\x89)aesu\x94": 0, b"Khq\x80": 1, b"M": 2, b"Jj": 4, b"G": 8,
-}  # fmt: skip
-_SIZES: Final = [
-    next((1 + size for codes, size in _PLAIN_BYTES.items() if code in codes), 0)
-    for code in range(256)
-]
-_MADE: Final = {  # instructions that make an object, and the bytes of the length of its operand
-    **dict.fromkeys(b"]t\x85\x86\x87\x93", 0), **dict.fromkeys(b"\x8cUC\x8a", 1),
-    **dict.fromkeys(b"XTB\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8),
-}  # fmt: skip
-_REPLACED: Final = {
-    ord("}"): b")Q",  # ()                        a dict
-    ord("Q"): b"\x85Q",  # (identity,)            a storage
-    ord("R"): b"\x86Q",  # (function, arguments)  a call
-    ord("\x81"): b"\x86Q",  # (class, arguments)
-    ord("\x92"): b"\x86\x86Q",  # (class, (arguments, names))
-    ord("b"): b")\x87Q",  # (object, state, ())   a state for an object
-    ord("\x8f"): b"]",  # a set becomes a list, because its items would be hashed
-    ord("\x90"): b"e",
-    ord("\x91"): b"t",
-}
-"""What stands in the place of an instruction. ``Q`` calls ``Pickled.persistent_load``."""
-
-_PUT, _GLOBAL, _FRAME, _STOP = b"rc\x95."
-
-
-def _rewritten(data: bytes) -> tuple[bytes, int]:
-    """Return the harmless form of the first pickle, and its length; IndexError: it is cut off."""
-    harmless = bytearray()
-    at = copied = objects = 0
-    for count in range(_MOST_INSTRUCTIONS):
-        instruction = data[at]
-        if size := _SIZES[instruction]:
-            at += size
-            continue
-        if instruction == _PUT:
-            # The unpickler's memo is a list, as long as the largest index.
-            if int.from_bytes(data[at + 1 : at + 5], "little") > count:
-                raise Malformed("an object is stored at an impossible index")
-            at += 5
-            continue
-        objects += 1
-        if objects > _MOST_OBJECTS:
-            raise _TooLarge(f"more than {_MOST_OBJECTS:,} objects")
-        if (width := _MADE.get(instruction)) is not None:
-            start = at + 1 + width
-            at = start + int.from_bytes(data[at + 1 : start], "little")
-        elif instruction in _REPLACED:
-            harmless += data[copied:at]
-            harmless += _REPLACED[instruction]
-            at = copied = at + 1
-        elif instruction == _GLOBAL:  # two lines
-            for _ in range(2):
-                at = data.find(b"\n", at) + 1 or len(data)
-        elif instruction == _FRAME:  # its length, which no longer fits
-            harmless += data[copied:at]
-            at = copied = at + 9
-        elif instruction == _STOP:
-            harmless += memoryview(data)[copied : at + 1]
-            return bytes(harmless), at + 1
-        else:
-            raise Malformed(
-                f"weighin does not know its instruction {instruction:#04x}, at byte {at:,}"
-            )
-    raise _TooLarge(f"more than {_MOST_INSTRUCTIONS:,} instructions")
-
-
-class Pickled(pickle.Unpickler):
-    """A pickled ``value`` as records, its ``storages`` by key, and the ``names`` of its classes."""
-
-    def __init__(self, harmless: bytes) -> None:
-        super().__init__(io.BytesIO(harmless), encoding="latin-1")
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, encoding="latin-1")
         self.storages: dict[str, Storage] = {}
         self.names: dict[str, Named] = {}
-        self.value: Any = self.load()
+        self.file, self.start = file, file.tell()
+        self.memo: dict[int, Any] = {}
+        self.stack: list[Any] = []
+        self.metastack: list[list[Any]] = []  # the stack below each mark
+        self.append = self.stack.append
+        self.value = self._run()
 
-    @property
-    def refused(self) -> str:
-        """The first name that torch.load(weights_only=True) refuses; "" if torch.load refuses none."""
-        return next((name for name in self.names if not is_safe(name)), "")
+    def _run(self) -> Any:
+        objects = 0
+        for _ in range(_MOST_INSTRUCTIONS):
+            instruction = self.file.read(1)
+            if instruction == b".":
+                return self.stack.pop()
+            do = _DO.get(instruction)
+            if do is None:
+                if not instruction:
+                    raise EOFError
+                place = f"{instruction[0]:#04x}, at byte {self.file.tell() - 1 - self.start:,}"
+                raise Malformed(f"weighin does not know its instruction {place}")
+            objects += instruction in _MAKING
+            if objects > _MOST_OBJECTS or len(self.memo) + len(self.metastack) > _MOST_OBJECTS:
+                raise _TooLarge(f"more than {_MOST_OBJECTS:,} objects")
+            do(self)
+        raise _TooLarge(f"more than {_MOST_INSTRUCTIONS:,} instructions")
+
+    def read(self, size: int) -> bytes:
+        left = max(0, self.start + MOST_BYTES - self.file.tell())
+        data = self.file.read(min(size, left))
+        if len(data) < size:
+            raise EOFError if len(data) < left else _TooLarge(f"longer than {MOST_BYTES:,} bytes")
+        return data
+
+    def readline(self) -> bytes:
+        line = self.file.readline(max(0, self.start + MOST_BYTES - self.file.tell()))
+        if not line.endswith(b"\n"):
+            raise EOFError
+        return line
 
     def find_class(self, module: str, name: str, /) -> Named:
         full = f"{module[:_LONGEST_NAME]}.{name[:_LONGEST_NAME]}"
@@ -249,27 +183,33 @@ class Pickled(pickle.Unpickler):
             raise Malformed(f"the pickle names more than {_MOST_NAMES:,} classes and functions")
         return self.names.setdefault(full, Named(full))
 
-    def persistent_load(self, operands: tuple[Any, ...], /) -> Any:
-        match operands:
-            case (function, arguments):
-                return _called(function, arguments)
-            case (("module", Named() as kind, *_),):
+    def _call(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        self.append(_called(function, arguments))
+
+    def _call_with_names(self) -> None:
+        names, arguments = self.stack.pop(), self.stack.pop()
+        self.append((arguments, names))
+        self._call()
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Opaque):
+            target.contents.append(state)
+        elif isinstance(target, Dict):
+            target.state = state
+        else:
+            raise Malformed(f"a state is set on a {type_name(target)}")
+
+    def persistent_load(self, identity: Any, /) -> Any:
+        match identity:
+            case ("module", Named() as kind, *_):
                 return kind
-            case (("storage", Named(name), str(key), _, numel, *view),):
-                return self._storage(name, key, numel, view)
-            case (Opaque() as target, state, ()):
-                target.contents.append(state)
-                return target
-            case (Dict() as target, state, ()):
-                target.state = state
-                return target
-            case (target, _, ()):
-                raise Malformed(f"a state is set on a {type_name(target)}")
-            case ():
-                return Dict()
+            case ("storage", Named(name), str(key), _, numel, *_):
+                return self._storage(name, key, numel, identity[5:6])
         raise Malformed("a persistent id does not describe a storage")
 
-    def _storage(self, name: str, key: str, numel: Any, view: list[Any]) -> Storage:
+    def _storage(self, name: str, key: str, numel: Any, view: Any) -> Storage:
         if view and view[0] is not None:
             raise Malformed("a storage is a view of another, as torch wrote before 0.4")
         of, _, kind = name.rpartition(".")
@@ -278,22 +218,39 @@ class Pickled(pickle.Unpickler):
         storage = Storage(key, _STORAGES[kind], numel)
         if not is_sizes((numel,)) or storage.nbytes > LARGEST:
             raise Malformed(f"storage {shown(key)} has an impossible size")
-        first = self.storages.setdefault(key, storage)
-        if first.nbytes != storage.nbytes:
-            raise Malformed(
-                f"storage {shown(key)} has {first.nbytes:,} bytes for one tensor and"
-                f" {storage.nbytes:,} for another"
-            )
+        self.storages.setdefault(key, storage)
         return storage
+
+
+def _instructions(codes: bytes) -> dict[bytes, Any]:
+    return {bytes([code]): pickle._Unpickler.dispatch[code] for code in codes}
+
+
+_MAKING: Final[dict[bytes, Any]] = {  # the instructions that make an object
+    **_instructions(b"]tc\x85\x86\x87\x93\x8cUC\x8aXTB\x8b\x8d\x8eQ"),
+    b"}": lambda pickled: pickled.append(Dict()),
+    b"R": Pickled._call,
+    b"\x81": Pickled._call,
+    b"\x92": Pickled._call_with_names,
+    b"b": Pickled._build,
+    # A set becomes a list, because its items would be hashed, and a bytearray bytes.
+    b"\x8f": Pickled.dispatch[ord("]")],
+    b"\x90": Pickled.dispatch[ord("e")],
+    b"\x91": Pickled.dispatch[ord("t")],
+    b"\x96": Pickled.dispatch[0x8E],
+}
+_DO: Final = {
+    **_MAKING,
+    **_instructions(b"\x80(012N\x88\x89)aesu\x94KhqMJjGr"),
+    b"\x95": lambda pickled: pickled.read(8),  # the size of a frame
+}
 
 
 def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pickled:
     """Return the next pickle of ``file``, which begins at the byte ``base`` of ``path``."""
-    at = file.tell()
-    what = f"{path}: damaged: the pickle from byte {base + at:,} cannot be read"
+    what = f"{path}: damaged: the pickle from byte {base + file.tell():,} cannot be read"
     try:
-        harmless, length = _next(file)
-        pickled = Pickled(harmless)
+        return Pickled(file)
     except EOFError as error:
         is_cut = "truncated: the file ends inside the pickle"
         raise CheckpointError(f"{what}: {is_cut}", resave if base else AGAIN) from error
@@ -302,22 +259,6 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
     except (Malformed, LookupError, ValueError, TypeError, AttributeError, OverflowError,
             MemoryError) as error:  # fmt: skip
         raise CheckpointError(f"{what}: {error}", resave) from error
-    file.seek(at + length)
-    return pickled
-
-
-def _next(file: BinaryIO) -> tuple[bytes, int]:
-    """Return the harmless form of the next pickle, and its length; read at most twice as much."""
-    data = b""
-    while True:
-        more = file.read(min(max(len(data), _USUAL_BYTES), MOST_BYTES - len(data)))
-        data += more
-        with suppress(IndexError):
-            return _rewritten(data)
-        if len(data) == MOST_BYTES:
-            raise _TooLarge(f"longer than {MOST_BYTES:,} bytes")
-        if not more:
-            raise EOFError
 
 
 # Calls
@@ -387,29 +328,24 @@ def _tensor(
     # ``metadata`` are such as {"conj": True}; without ``dtype``, it is the storage's.
     if not isinstance(source, Storage):
         raise TypeError
-    are_usual = isinstance(metadata, dict) and len(metadata) <= _MOST_ARGUMENTS
-    if metadata and not (are_usual and not any(metadata.values())):
+    if metadata:
         return Opaque("conjugated or negated values", [source], is_tensor=True)
     kind = dtype or f"torch.{source.dtype}"
     dtype = kind.removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         return Opaque(kind, [source], is_tensor=True)
     # A list would be copied for each tensor that a crafted pickle makes of it.
-    are_tuples = isinstance(shape, tuple) and isinstance(stride, tuple)
-    if not (are_tuples and is_sizes(shape) and is_sizes(stride) and is_sizes((offset,))) or (
-        len(shape) != len(stride)
-        or prod([max(size, 1) for size in shape]) * ITEM_BYTES[dtype] > LARGEST
-    ):
-        what = f"a tensor in storage {shown(source.key)} has an impossible shape, stride or offset"
-        raise Malformed(what)
-    start = 0 if 0 in shape else offset * ITEM_BYTES[dtype]
-    found = Slice(source.key, shape, stride, dtype, _NOWHERE, start, 0, source.nbytes)
-    if (end := start + found.span * ITEM_BYTES[dtype]) > source.nbytes:
-        raise Malformed(
-            f"a tensor ends at byte {end:,} of storage {shown(source.key)}, which has"
-            f" {source.nbytes:,}"
-        )
-    return found
+    are_tuples = (
+        isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride)
+    )
+    fits = are_tuples and is_sizes(shape) and is_sizes(stride) and is_sizes((offset,))
+    if fits and prod([max(size, 1) for size in shape]) * ITEM_BYTES[dtype] <= LARGEST:
+        start = 0 if 0 in shape else offset * ITEM_BYTES[dtype]
+        found = Slice(source.key, shape, stride, dtype, _NOWHERE, start, 0, source.nbytes)
+        if start + found.span * ITEM_BYTES[dtype] <= source.nbytes:
+            return found
+    what = f"a tensor in storage {shown(source.key)} has an impossible shape, stride or offset"
+    raise Malformed(what)
 
 
 _MAKES: Final[dict[str, Any]] = {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # pathlib takes 1 MiB in a worker
 
     import torch
 
-ITEM_BYTES: Final = {
+ITEM_BYTES: Final = {  # of one element, for each dtype that weighin reads, writes and verifies
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
@@ -25,13 +25,8 @@ ITEM_BYTES: Final = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
 }  # fmt: skip
-"""The size of one element in bytes, for each dtype that weighin reads, writes and verifies."""
-
-LARGEST: Final = 2**63 - 1
-"""The largest size or offset that torch can represent."""
-
+LARGEST: Final = 2**63 - 1  # size or offset that torch can represent
 MOST_DIMENSIONS: Final = 64
-
 NOT_CONVERTED: Final = "float4_e2m1fn_x2"
 _LONGEST: Final = 96 * 1024  # Linux limits one argument of a process to 128 KiB
 
@@ -98,10 +93,6 @@ class Slice:
         return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
 
     @property
-    def read_order(self) -> tuple[str, int]:
-        return str(self.file), self.offset
-
-    @property
     def dtype(self) -> "torch.dtype":
         """The tensor's ``torch.dtype``; CheckpointError if this version of torch has none."""
         import torch  # not at the top: `weighin inspect` needs no torch
@@ -148,7 +139,6 @@ class Checkpoint(list[Slice]):
         metadata: the version metadata of each module by its name, for ``load_state_dict``; None if the
             format does not store them.
         values: the state dict's other values by name, such as an extra state: records of ``pickles``.
-        refused: the first class or function in the file that torch.load(weights_only=True) refuses.
         notes: sentences on contradictions between the files that do not change the result of a load.
     """
 
@@ -156,28 +146,25 @@ class Checkpoint(list[Slice]):
     files: "tuple[Path, ...]" = ()
     metadata: Mapping[str, Mapping[str, object]] | None = None
     values: Mapping[str, object] = MappingProxyType({})
-    refused: str = ""
     notes: tuple[str, ...] = ()
 
     @property
     def only_tensors(self) -> bool:
         """Whether torch.load(weights_only=True) reads the file as a state dict of tensors alone."""
-        return not (self.values or self.refused)
+        return not self.values
 
     def without(self, prefix: str, *, only: bool = False) -> "Checkpoint":
         """Return it without ``prefix`` in names; with ``only``, without other names."""
         kept = prefix if only else ""
+        names = (
+            name for name in (*(one.name for one in self), *self.values) if name.startswith(kept)
+        )
+        short = {name: name.removeprefix(prefix) for name in names}
         renamed = Checkpoint(
-            replace(one, name=one.name.removeprefix(prefix))
-            for one in self
-            if one.name.startswith(kept)
+            replace(one, name=short[one.name]) for one in self if one.name in short
         )
         vars(renamed).update(vars(self))
-        renamed.values = {
-            name.removeprefix(prefix): value
-            for name, value in self.values.items()
-            if name.startswith(kept)
-        }
+        renamed.values = {short[key]: value for key, value in self.values.items() if key in short}
         if self.metadata is not None:
             renamed.metadata = {
                 f"{name}.".removeprefix(prefix).removesuffix("."): local
@@ -201,8 +188,7 @@ class TensorPlan:
         return prod(self.shape) * self.dtype.itemsize
 
 
-Plans = Sequence[TensorPlan]
-"""The tensors to write, in the state dict's order."""
+Plans = Sequence[TensorPlan]  # in the state dict's order
 
 Pieces = Callable[[str], Iterable["torch.Tensor"]]
 """Takes a tensor's name and yields the tensor's elements in order, as contiguous tensors of any sizes."""

@@ -18,9 +18,8 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -36,6 +35,9 @@ VERSION: Final = 1001
 _MOST_DIRECTORY_BYTES: Final = 8 * 1024**2  # of a zip file: the directory of 100,000 tensors
 _LOCAL_BYTES: Final = 30  # of a record's own header, before its name
 _LONGEST_KEY: Final = 200  # characters of a key that advice names, which must be whole
+_BIG_ENDIAN: Final = (
+    "the file was written on a big-endian machine, whose order of bytes weighin does not read"
+)
 _OPTIM_STATES: Final = "_optim_states.pt"
 _IF_TRUSTED: Final = (
     "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
@@ -60,7 +62,6 @@ class TorchFile:
 
     path: Path
     value: Any
-    refused: str
     places: dict[str, Record]
 
     def slice(self, name: str, tensor: Slice) -> Slice:
@@ -75,10 +76,14 @@ class TorchFile:
     def checkpoint(self, key: str) -> Checkpoint:
         """Return the state dict at the dotted ``key`` of nested dicts; "" means the whole value.
 
-        Values other than tensors must not hold tensors. Without a key, only the extra states of modules
-        are allowed, because a file of tensors and settings is more likely a training checkpoint.
+        Without a key, its only other values may be extra states: more is a training checkpoint.
         """
-        inside = _at_key(self.path, self.value, key)
+        inside = self.value
+        if key:
+            missing = object()
+            inside = next(_at_key(inside, key), missing)
+            if inside is missing:
+                raise no_key(self.path, key, self.value if isinstance(self.value, dict) else ())
         if not isinstance(inside, dict):
             raise self._no_state_dict(key if isinstance(inside, Opaque) else "", inside)
         tensors: dict[str, Slice] = {}
@@ -90,16 +95,14 @@ class TorchFile:
         for name, item in values.items():
             if tensors and is_extra_state(name):
                 continue  # torch.load reads it
-            inner = [*_walk([(name, item)], key, seen)]
-            holds = any(
-                isinstance(one, Slice) or getattr(one, "is_tensor", False) for _, one in inner
-            )
+            inner = [*_inside(item, seen)]
+            holds = any(isinstance(one, Slice) or getattr(one, "is_tensor", False) for one in inner)
             if holds or not (key and tensors and isinstance(name, str)):
-                objects = (each for each in inner if isinstance(each[1], Opaque))
-                odd = (each for each in objects if each[1].is_tensor or each[1].is_foreign)
-                raise self._no_state_dict(*next(odd, (name, item)))
+                odd = next((one for one in inner if _is_object(one)), None)
+                place = f"{key}.{name}" if key and odd else name
+                raise self._no_state_dict(place, odd or item)
         found = Checkpoint(self.slice(name, tensor) for name, tensor in tensors.items())
-        found.files, found.values, found.refused = (self.path,), values, self.refused
+        found.files, found.values = (self.path,), values
         found.metadata = getattr(inside, "metadata", None)
         return found
 
@@ -113,14 +116,8 @@ class TorchFile:
 
 
 def read(path: Path, key: str = "") -> Checkpoint:
-    """Return the state dict in a file of ``torch.save``; for GPT-2 XL, this takes 0.03 s.
-
-    If there is no flat state dict at ``key``, the CheckpointError names an object that it cannot have,
-    and the keys and sizes of the largest state dicts.
-    """
-    found = open_file(path).checkpoint(key)
-    found.format = "pt_legacy" if foreign.is_legacy(foreign.check_present(path)) else "pt"
-    return found
+    """Return the state dict in a file of ``torch.save``; for GPT-2 XL, this takes 0.03 s."""
+    return open_file(path).checkpoint(key)
 
 
 def read_one(path: Path, name: str, base: int = 0, length: int | None = None) -> Slice:
@@ -129,7 +126,7 @@ def read_one(path: Path, name: str, base: int = 0, length: int | None = None) ->
     value = file.value
     if isinstance(value, Slice):
         return file.slice(name, value)
-    if isinstance(value, Opaque) and (value.is_tensor or value.is_foreign):
+    if _is_object(value):
         raise _no_tensor(path, name, value)
     raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", foreign.RESAVE)
 
@@ -158,9 +155,6 @@ class _Window:
     def __init__(self, path: Path, descriptor: int, base: int, length: int) -> None:
         self.path, self.descriptor, self.base, self.length = path, descriptor, base, length
         self._at = 0
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._at
@@ -195,7 +189,7 @@ def _open_archive(window: _Window) -> TorchFile:
     root = texts[0].removesuffix("data.pkl")
     order = records.get(f"{root}byteorder")
     if order and window.bytes_at(*order, pickles.MOST_BYTES) != b"little":
-        raise _big_endian(path)
+        raise CheckpointError(f"{path}: {_BIG_ENDIAN}", foreign.resaving(path))
     start, size = records[texts[0]]
     text = io.BytesIO(window.bytes_at(start, size, pickles.MOST_BYTES))
     pickled = pickles.load(path, text, start)
@@ -204,7 +198,7 @@ def _open_archive(window: _Window) -> TorchFile:
         for name, (at, size) in records.items()
         if name.startswith(f"{root}data/")
     }
-    return TorchFile(path, pickled.value, pickled.refused, places)
+    return TorchFile(path, pickled.value, places)
 
 
 def _records(window: _Window) -> dict[str, Record]:
@@ -231,14 +225,12 @@ def _records(window: _Window) -> dict[str, Record]:
     records: dict[str, Record] = {}
     folded: dict[bytes, str] = {}
     infos.sort(key=lambda info: info.header_offset)
-    reached, before = 0, ""
+    reached = 0
     for info, head in zip(infos, foreign.map_late(header, infos), strict=True):
         name, shows = info.filename, f"record {shown(info.filename)}"
-        if info.flag_bits & 1:
-            way = "unpack it with its password, and pack the files again without one: zip -0 -r"
-            raise CheckpointError(f"{path}: {shows} is encrypted", way)
-        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise CheckpointError(f"{path}: {shows} is compressed", foreign.resaving(path))
+        if info.flag_bits & 1 or info.compress_type or info.compress_size != info.file_size:
+            what = f"{shows} is compressed or encrypted"
+            raise CheckpointError(f"{path}: {what}", foreign.resaving(path))
         # Only ASCII's case, as torch.load ignores it.
         lower = name.encode("utf-8", "surrogatepass").lower()
         if (other_name := folded.setdefault(lower, name)) != name or name in records:
@@ -246,13 +238,12 @@ def _records(window: _Window) -> dict[str, Record]:
             raise foreign.damaged(path, what)
         lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         at = info.header_offset + _LOCAL_BYTES + lengths
-        if not head.startswith(b"PK\3\4") or at + info.file_size > end:
-            what = f"{shows} at byte {info.header_offset:,} lies outside the archive"
-            raise foreign.damaged(path, what)
-        if info.header_offset < reached:
-            raise foreign.damaged(path, f"{shows} overlaps record {shown(before)}")
+        lies_alone = reached <= info.header_offset and at + info.file_size <= end
+        if not lies_alone or not head.startswith(b"PK\3\4"):
+            place = f"{shows} at byte {info.header_offset:,}"
+            raise foreign.damaged(path, f"{place} overlaps another, or lies outside the archive")
         records[name] = at, info.file_size
-        reached, before = at + info.file_size, name
+        reached = at + info.file_size
     if infos and infos[0].header_offset:
         raise foreign.damaged(
             path, "something lies before the archive, where torch.load would read it"
@@ -269,7 +260,7 @@ def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
         what = f"of another version than {VERSION}, which this weighin reads"
         raise CheckpointError(f"{path}: {what}", foreign.resaving(path))
     if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise _big_endian(path)
+        raise CheckpointError(f"{path}: {_BIG_ENDIAN}", foreign.resaving(path))
     pickled = pickles.load(path, file)
     keys, storages = pickles.load(path, file).value, pickled.storages
     file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
@@ -287,15 +278,7 @@ def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
             raise foreign.damaged(path, f"{name} at byte {at:,} {what}")
         places[key] = at + 8, end - at - 8
         at = end
-    return TorchFile(path, pickled.value, pickled.refused, places)
-
-
-def _big_endian(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: the file was written on a big-endian machine, and weighin does not read this order"
-        " of bytes",
-        foreign.resaving(path),
-    )
+    return TorchFile(path, pickled.value, places)
 
 
 # State dicts in nested dicts
@@ -306,95 +289,69 @@ def is_extra_state(name: object) -> bool:
     return isinstance(name, str) and "_extra_state" in name.split(".")
 
 
-def _at_key(path: Path, value: Any, key: str) -> Any:
-    """Return the value at a dotted key of nested dicts, or the values below it by their rest."""
-    if not key:
-        return value
-    for found in _found(value, key):
-        return found
-    items = value if isinstance(value, dict) else {}
-    start = f"{key}."
-    inside = {
-        name.removeprefix(start): item
-        for name, item in items.items()
-        if isinstance(name, str) and name.startswith(start)
-    }
-    if not inside:
-        raise no_key(path, key, items)
-    return inside
-
-
-def _found(value: Any, key: str) -> Iterator[Any]:
-    """Yield every value that a dotted key can mean, as names may contain dots."""
+def _at_key(value: Any, key: str) -> Iterator[Any]:
+    """Yield all that a dotted key can mean, as names may contain dots; last the values below it by their rest."""
     if not isinstance(value, dict):
         return
     if key in value:
         yield value[key]
     parts = key.split(".")
     for size in range(len(parts) - 1, 0, -1):
-        yield from _found(value.get(".".join(parts[:size])), ".".join(parts[size:]))
+        yield from _at_key(value.get(".".join(parts[:size])), ".".join(parts[size:]))
+    start = f"{key}."
+    below = (name for name in value if isinstance(name, str) and name.startswith(start))
+    if inside := {name.removeprefix(start): value[name] for name in below}:
+        yield inside
 
 
-def _walk(
-    items: Iterable[tuple[Any, Any]], above: str, seen: set[int]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, dicts, lists and objects in values, in order, each with its dotted key.
+def _inside(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield a value and all that is in it, in order, without those whose ids are in ``seen``.
 
-    Values whose ids are in ``seen`` are left out, because a crafted pickle may refer to one value many
-    times, and those deeper than 1,000 levels.
+    Each is yielded once, because a crafted pickle may refer to one value many times.
     """
-    todo = [(above, iter(items))]
+    todo = [value]
     while todo:
-        place, rest = todo[-1]
-        for name, one in rest:
-            if not isinstance(one, dict | list | tuple | Opaque | Slice) or id(one) in seen:
-                continue
-            seen.add(id(one))
-            inner = place
-            if isinstance(name, str | int) and len(place) <= 100:
-                inner = f"{place}.{plain(str(name))}" if place else plain(str(name))
-            yield inner, one
-            if isinstance(one, Slice) or len(todo) == 1000:
-                continue
-            if isinstance(one, dict):
-                inside: Iterable[tuple[Any, Any]] = one.items()
-            else:
-                inside = (
-                    zip(repeat(None), one.contents) if isinstance(one, Opaque) else enumerate(one)
-                )
-            todo.append((inner, iter(inside)))
-            break
-        else:
-            todo.pop()
+        one = todo.pop()
+        if not isinstance(one, dict | list | tuple | Opaque | Slice) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, dict):
+            todo += reversed(one.values())
+        elif not isinstance(one, Slice):
+            todo += reversed(one.contents if isinstance(one, Opaque) else one)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Opaque) and (value.is_tensor or "." in value.kind)
 
 
 def _sizes(value: Any) -> dict[str, int]:
     """Map the dotted key of each nested state dict to its size in bytes; leave out optimizers."""
     places: dict[str, int] = {}
-    todo = [("", value)] if isinstance(value, dict) else []
-    seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
+    todo, seen = [("", value)], set[int]()  # a crafted pickle may refer to one dict many times
     while todo:
         above, inside = todo.pop()
-        tensors = [one for one in inside.values() if isinstance(one, Slice)]
-        if (
-            above
-            and tensors
-            and all(
-                isinstance(name, str) and (isinstance(one, Slice) or is_extra_state(name))
-                for name, one in inside.items()
-            )
-        ):
+        if not isinstance(inside, dict) or id(inside) in seen:
+            continue
+        seen.add(id(inside))
+        rest = {name: one for name, one in inside.items() if not is_extra_state(name)}
+        tensors = [
+            one for name, one in rest.items() if isinstance(name, str) and isinstance(one, Slice)
+        ]
+        if above and tensors and len(tensors) == len(rest):
             places[above] = sum(one.nbytes for one in tensors)
             continue
-        children = []
-        for name, item in inside.items():
-            if not isinstance(name, str) or not name or len(above) + len(name) >= _LONGEST_KEY:
-                continue
-            is_left_out = "optim" in name.lower() or is_extra_state(name) or id(item) in seen
-            if isinstance(item, dict) and not is_left_out:
-                seen.add(id(item))
-                children.append((f"{above}.{name}" if above else name, item))
-        todo += reversed(children)
+        start = f"{above}." if above else ""
+        below = [
+            (f"{start}{name}", one)
+            for name, one in rest.items()
+            if isinstance(name, str)
+            and name
+            and "optim" not in name.lower()
+            and len(start) + len(name) <= _LONGEST_KEY
+        ]
+        todo += reversed(below)
     return places
 
 
@@ -451,7 +408,7 @@ def _no_tensor(path: Path, place: Any, item: Any) -> CheckpointError:
     elif any(keys >= {"_parameters", "_buffers"} for keys in states):
         what = f"{where} is a whole pickled module ({title}), and was NOT executed"
         repair = _IF_TRUSTED
-    elif record.is_foreign:
+    elif _is_object(record):
         what = f"holds more than tensors, and was NOT executed: {where} refers to {title}"
         repair = _IF_TRUSTED
     elif place == "":

@@ -98,7 +98,7 @@ def a_negative_stride(given: Given) -> Said:
 @case(*PICKLED)
 def an_enormous_offset_in_the_pickle(given: Given) -> Said:
     put(given, Tensor(offset=2**60))
-    return given.data, "a tensor ends at byte 4,611,686,018,427,387,928 of storage '0'"
+    return given.data, "a tensor in storage '0' has an impossible shape"
 
 
 @case(*PICKLED)
@@ -110,7 +110,7 @@ def an_enormous_size(given: Given) -> Said:
 @case(*PICKLED)
 def an_enormous_stride(given: Given) -> Said:
     put(given, Tensor(stride=(2**62, 1)))
-    return given.data, "a tensor ends at byte "
+    return given.data, "a tensor in storage '0' has an impossible shape"
 
 
 @case(*PICKLED)
