@@ -124,15 +124,16 @@ def empty(step: Path, name: str) -> Path:
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another run's rank": (
         lambda step: copy_optimizer(step, "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
-        "was written by 2 ranks, so the file bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt comes from another run",
+        "two runs wrote their files into this folder: bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt\n",
     ),
     "two runs in a folder": (
         lambda step: copy_optimizer(step, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        "are both of rank 1: two runs wrote their files into this folder",
+        "two runs wrote their files into this folder: bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt,"
+        " zero_pp_rank_1_mp_rank_00_optim_states.pt\n",
     ),
     "model states of two runs": (
         lambda step: [empty(step, name) for name in (FIRST, f"zero_pp_rank_0_{FIRST}")],
-        f"{FIRST} and zero_pp_rank_0_{FIRST} are both of rank 0: two runs wrote their files into this folder",
+        f"two runs wrote their files into this folder: {FIRST}, zero_pp_rank_0_{FIRST}\n",
     ),
     "tensor parallelism of ZeRO 3": (
         lambda step: empty(step, "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
@@ -148,11 +149,11 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a partition of two dimensions": (
         lambda step: change_share(step, 1, lambda flat: flat.view(1, -1)),
-        ".0' is not a flat tensor",
+        ".0' is not a flat tensor of the others' dtype",
     ),
     "a partition of another dtype": (
         lambda step: change_share(step, 1, lambda flat: flat.double()),
-        ".0' has another dtype than the others",
+        ".0' is not a flat tensor of the others' dtype",
     ),
     "other optimizer states": (
         lambda step: empty(step, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),

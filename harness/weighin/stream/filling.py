@@ -70,7 +70,7 @@ def fill(fills: Sequence[Fill], disk: Disk) -> None:
     """Fill all tensors; the first error ends the load."""
     stored = [block for one in fills if one.where.fill is None for block in _blocks(one)]
     if stored:
-        stored.sort(key=lambda one: one.where.read_order)
+        stored.sort(key=lambda one: (str(one.where.file), one.where.offset))
         total_bytes = sum(_span_bytes(one.where) for one in stored)
         readers = _readers(stored, disk, total_bytes)
         most_bytes = readers.piece_bytes if readers.late else READ_BYTES

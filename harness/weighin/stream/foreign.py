@@ -170,8 +170,8 @@ def _by_content(path: Path, head: bytes) -> CheckpointError | None:
     is_read = is_safetensors(head) or is_legacy(head) or head.startswith((b"PK", b"GGUF"))
     if is_read and path.suffix != ".distcp":  # whose folder is to be given
         return None
-    by_name = _recognised("name", path.name, path)
-    return by_name or _recognised("head", head.decode("latin-1"), path)
+    by_name = recognised("name", path.name, path)
+    return by_name or recognised("head", head.decode("latin-1"), path)
 
 
 def _by_text(path: Path, head: bytes) -> CheckpointError | None:
@@ -187,7 +187,7 @@ def _by_text(path: Path, head: bytes) -> CheckpointError | None:
     )
 
 
-def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
+def recognised(column: str, text: str, path: Path) -> CheckpointError | None:
     """Return the error for ``path`` by the first row of the table whose pattern occurs in ``text``."""
     import tomllib  # a sound checkpoint needs no table
 
@@ -220,7 +220,7 @@ def other_zip(path: Path, names: Sequence[str]) -> CheckpointError | None:
     inner = {name.partition("/")[2] for name in names}
     if "data.pkl" in inner and not inner & {"constants.pkl", "bytecode.pkl"}:
         return None
-    if found := _recognised("records", "\n".join(names), path):
+    if found := recognised("records", "\n".join(names), path):
         return found
     files = [name for name in names if not name.endswith("/")]
     content = f" of other files: {one_line(few(files))}" if files else ""
@@ -384,7 +384,7 @@ def no_model(folder: Path) -> CheckpointError:
         if parts := models_below(folder):
             what = f"a sentence-transformers folder of several parts: {one_line(few(parts))}"
             repair = f"give the folder of one part: {folder / parts[0]}; load_pretrained loads all"
-    elif found := _recognised("folder", "\n".join(names), folder):
+    elif found := recognised("folder", "\n".join(names), folder):
         return found
     elif models := models_below(folder):
         what = f"no config.json, but folders with models: {one_line(few(models))}"

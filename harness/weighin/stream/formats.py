@@ -120,6 +120,7 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
         )
     else:
         found = folders.read(path, name, key)
+    found.format = name
     if key:
         inside = found.without(f"{key}.", only=True)
         if not inside:

@@ -157,7 +157,7 @@ def load_streaming(
                 f"{path}: has no values for {first_names(left)}, which the model has on the meta device",
                 "pass load_streaming the function that builds the model, not a model on the meta device",
             )
-        fills.sort(key=lambda fill: fill.where.read_order)
+        fills.sort(key=lambda fill: (str(fill.where.file), fill.where.offset))
         unit_of = _UNITS[granularity]
         units = itertools.groupby(fills, lambda fill: unit_of(fill.where.name))
         batches = [list(members) for _, members in units]

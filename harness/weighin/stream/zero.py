@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
+from weighin.stream import foreign
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, is_sizes, row_major
 from weighin.stream.torch_files import open_file
 from weighin.text import few, first_names, shown
@@ -39,27 +40,10 @@ _OPTIMIZER: Final = rf"{_RANK}mp_rank_\d+_optim_states\.pt"
 _MODEL: Final = rf"(?:{_RANK})?mp_rank_\d+_model_states\.pt"
 _PIPELINE: Final = r"layer_\d+-model_\d+-model_states\.pt"
 _COPY: Final = "copy the whole folder again, from every machine that took part in the training"
-_MIXED: Final = "two runs wrote their files into this folder"
-_MOVE: Final = "move the files of one run into a folder of their own"
-_UNIVERSAL: Final = (
-    "make a universal checkpoint, which weighin reads: python -m deepspeed.checkpoint.ds_to_universal"
-    " --input_folder {0} --output_folder {0}_universal"
+_EXPERTS: Final = "experts are divided among ranks (expert parallelism)"
+_SAVE_EXPERTS: Final = (
+    "load it with DeepSpeed on as many ranks, and save the experts of all ranks in one state dict"
 )
-_EXPERTS: Final = (
-    "experts are divided among ranks (expert parallelism)",
-    "load it with DeepSpeed on as many ranks, and save the experts of all ranks in one state dict",
-)
-_DIVIDED: Final = (
-    (r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*\.pt", *_EXPERTS),
-    (_PIPELINE, "layers are divided among ranks (pipeline parallelism)", _UNIVERSAL),
-    (
-        r".*mp_rank_0*[1-9]\d*_(?:model|optim)_states\.pt",
-        "tensors are divided among ranks (tensor parallelism), and the files do not say along which"
-        " dimension",
-        _UNIVERSAL,
-    ),
-)
-"""By a file's name: the parallelism of which the files do not say how it divided the tensors; the repair."""
 
 
 def format_of(path: Path) -> str:
@@ -72,30 +56,25 @@ def format_of(path: Path) -> str:
 
 def read(path: Path, name: str) -> Checkpoint:
     """Return the model's tensors with their files and offsets."""
-    found = _read_universal(path) if name == "deepspeed_universal" else _read_step(path)
-    found.format = name
-    return found
+    return _read_universal(path) if name == "deepspeed_universal" else _read_step(path)
 
 
 def _read_step(path: Path) -> Checkpoint:
-    for pattern, what, repair in _DIVIDED:
-        for name in _matching(path, pattern):
-            raise _refused(path, f"the {what}: {name}", repair.format(path))
-    models, optimizers = _by_rank(path, _MODEL), _by_rank(path, _OPTIMIZER)
-    if 0 not in models:
-        some = models[min(models)].name if models else "mp_rank_00_model_states.pt"
-        raise _missing(path, some, [0])
+    if divided := foreign.recognised("deepspeed", "\n".join(_matching(path, ".*")), path):
+        raise divided
+    models = _by_rank(path, _MODEL)
+    optimizers = _by_rank(path, _OPTIMIZER) if _matching(path, _OPTIMIZER) else []
     states, stored = _ModelStates(models[0]), dict[str, Slice]()
     if states.groups is not None:
         if not optimizers:
             what = "the folder has no files *_optim_states.pt, where DeepSpeed's ZeRO keeps the float32 weights"
             own = f"give the file with the weights in the module's own dtype: {states.file} --key module"
             raise _refused(path, what, f"{_COPY}; or, only under ZeRO 1 and 2, {own}")
-        shares = [_Share(file) for _, file in sorted(optimizers.items())]
-        _check_complete(optimizers, shares[0].ranks)
+        shares = [_Share(file) for file in optimizers]
+        _by_rank(path, _OPTIMIZER, shares[0].ranks)
         stored = _trained(states, shares) | states.frozen(len(shares))
     found = states.checkpoint(stored)
-    found.files = tuple(sorted([*models.values(), *optimizers.values()]))
+    found.files = tuple(sorted([*models, *optimizers]))
     return found
 
 
@@ -154,7 +133,7 @@ class _ModelStates:
             pickled = open_file(file)
             value = pickled.value
             if value.get("ds_autoep_layers") or value.get("autoep_layers"):
-                raise _refused(file, f"the {_EXPERTS[0]} by AutoEP", _EXPERTS[1])
+                raise _refused(file, f"the {_EXPERTS} by AutoEP", _SAVE_EXPERTS)
             self.module = Checkpoint() if value["module"] is None else pickled.checkpoint("module")
             groups = value.get("param_shapes")
             self.groups = None if groups is None else [_shapes(group) for group in groups]
@@ -172,9 +151,8 @@ class _ModelStates:
         folder, name = self.file.parent, self.file.name
         if not self._frozen or not name.startswith("zero_pp_rank"):
             return {}  # they are in ``module``
-        files = _by_rank(folder, _RANK + re.escape(re.sub(_RANK, "", name)))
-        _check_complete(files, ranks)
-        every = [_ModelStates(file)._shares for _, file in sorted(files.items())]
+        files = _by_rank(folder, _RANK + re.escape(re.sub(_RANK, "", name)), ranks)
+        every = [_ModelStates(file)._shares for file in files]
         stored: dict[str, Slice] = {}
         with _reading(folder, f"shares of {first_names(self._frozen)} in each rank"):
             for key, shape in self._frozen.items():
@@ -182,9 +160,7 @@ class _ModelStates:
         return stored
 
     def checkpoint(self, stored: Mapping[str, Slice], *, fallback: bool = True) -> Checkpoint:
-        """Return all tensors of the model, in order: those with values in other files, and the rest
-        from this file. With ``fallback=False``, only buffers may come from it.
-        """
+        """Return all tensors in order; without ``fallback``, only buffers may come from this file."""
         found, module = Checkpoint(), {one.name: one for one in self.module}
         found.metadata, found.values = self.module.metadata, self.module.values
         aliases = (name for name, source in self._shared.items() if source in stored)
@@ -207,7 +183,7 @@ class _Share:
             pickled = open_file(file)
             state = pickled.value["optimizer_state_dict"]
             if state.get("ds_zero_partition_groups"):
-                raise _refused(file, f"the {_EXPERTS[0]} by groups", _EXPERTS[1])
+                raise _refused(file, f"the {_EXPERTS} by groups", _SAVE_EXPERTS)
             self.is_stage_3 = "fp32_flat_groups" in state
             key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
             flats = [state[key]] if isinstance(state[key], Slice) else state[key]
@@ -252,17 +228,14 @@ def laid_out(
     paddings: Sequence[int] = (),
     aligned: int = 1,
 ) -> dict[str, Slice]:
-    """Return tensors that lie one after the other in flat tensors.
+    """Return tensors that lie one after the other in rows of flat tensors: each row has an equal share of all.
 
-    Each row of flat tensors has an equal share of every tensor. ``paddings`` are the elements that
-    follow each tensor, and the end of a row is padded to a multiple of ``aligned``.
+    ``paddings`` are the elements after each tensor; a row's end is padded to a multiple of ``aligned``.
     """
     flats = [one for row in rows for one in row]
     for one in flats:
-        if len(one.shape) != 1 or not one.contiguous:
-            raise _refused(one.file, f"{shown(one.name)} is not a flat tensor")
-        if one.dtype_name != flats[0].dtype_name:
-            raise _refused(one.file, f"{shown(one.name)} has another dtype than the others")
+        if len(one.shape) != 1 or not one.contiguous or one.dtype_name != flats[0].dtype_name:
+            raise _refused(one.file, f"{shown(one.name)} is not a flat tensor of the others' dtype")
     stored, at = {}, 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         if not is_sizes((padding,)):
@@ -296,9 +269,7 @@ def laid_out(
 
 
 def boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield contiguous blocks, as (start, shape), of a tensor's elements ``first`` to ``last - 1``, in
-    order: at each place the largest block that begins there.
-    """
+    """Yield the largest contiguous blocks, as (start, shape), of the elements ``first`` to ``last - 1``, in order."""
     steps = [prod(shape[n + 1 :]) for n in range(len(shape))]
     while first < last:
         start = tuple(first // step % size for step, size in zip(steps, shape, strict=True))
@@ -321,41 +292,33 @@ def _block(flat: Slice, name: str, shape: Shape, offset: int) -> Slice:
 # Files by rank
 
 
-def _by_rank(path: Path, pattern: str) -> dict[int, Path]:
-    by_rank: dict[int, Path] = {}
-    for name, match in _matching(path, pattern).items():
-        rank = int(match["rank"] or 0)
-        if (other := by_rank.setdefault(rank, path / name)).name != name:
-            raise _refused(
-                path, f"{other.name} and {name} are both of rank {rank}: {_MIXED}", _MOVE
-            )
-    return by_rank
-
-
-def _check_complete(files: Mapping[int, Path], ranks: int) -> None:
-    some, last = files[min(files)], files[max(files)].name
-    if not (is_sizes((ranks,)) and ranks):
-        raise _refused(some, "the number of ranks is impossible")
-    if absent := [rank for rank in range(min(ranks, 1000 + len(files))) if rank not in files]:
-        raise _missing(some.parent, some.name, absent)
-    if max(files) >= ranks:
-        what = (
-            f"{some.name} was written by {ranks} ranks, so the file {last} comes from another run"
+def _by_rank(path: Path, pattern: str, ranks: int | None = None) -> list[Path]:
+    """Return the files of exactly these ranks in their order; without ``ranks``, of rank 0 and any others."""
+    found = sorted((int(of["rank"] or 0), name) for name, of in _matching(path, pattern).items())
+    numbers = [rank for rank, _ in found]
+    some = found[0][1] if found else "mp_rank_00_model_states.pt"
+    if ranks is not None and not (is_sizes((ranks,)) and ranks):
+        raise _refused(path / some, "the number of ranks is impossible")
+    # A crafted number of ranks may be endless.
+    if absent := [
+        rank for rank in range(min(ranks or 1, 1000 + len(found))) if rank not in numbers
+    ]:
+        missing = few([re.sub(_RANK, rf"\g<of>{rank}_", some) for rank in absent])
+        repair = (
+            "copy them here: each machine of a training may have kept the files of its own ranks"
         )
-        raise _refused(some.parent, f"{what}: {_MIXED}", _MOVE)
+        raise _refused(path, f"files of some ranks are missing: {missing}", repair)
+    odd = [name for rank, name in found if numbers.count(rank) > 1 or rank >= (ranks or rank + 1)]
+    if odd:
+        what = f"two runs wrote their files into this folder: {few(odd)}"
+        raise _refused(path, what, "move the files of one run into a folder of their own")
+    return [path / name for _, name in found]
 
 
 def _matching(path: Path, pattern: str) -> dict[str, re.Match[str]]:
     """Return the sorted names in a folder that match, with their matches."""
     names = sorted(entry.name for entry in path.iterdir())
     return {name: match for name in names if (match := re.fullmatch(pattern, name))}
-
-
-def _missing(folder: Path, some: str, ranks: Sequence[int]) -> CheckpointError:
-    """Return the error for the files of ``ranks``; ``some`` is the name of another rank's file."""
-    names = few([re.sub(_RANK, rf"\g<of>{rank}_", some) for rank in ranks])
-    repair = "copy them here: each machine of a training may have kept the files of its own ranks"
-    return _refused(folder, f"files of some ranks are missing: {names}", repair)
 
 
 def _without_values(folder: Path, name: str) -> CheckpointError:
