@@ -182,26 +182,6 @@ def test_a_method_without_any_code_is_refused_only_if_from_pretrained_applies_it
             assert torch.equal(found.lm_head.weight, wanted.lm_head.weight)
 
 
-def test_weights_that_another_library_quantised_are_named_if_they_are_missing(
-    tmp_path: Path,
-) -> None:
-    model = plain_model("fp8")
-    model.save_pretrained(tmp_path)
-    state = model.state_dict()
-    state["model.layers.0.mlp.up_proj.bits"] = state.pop("model.layers.0.mlp.up_proj.weight")
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "of-another-library", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError) as caught:
-        load_pretrained(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path / 'model.safetensors'}: quantised with of-another-library (4 bits), as config.json"
-        " says, which transformers does not have: it finds codes, and no weights\n"
-        "load the model with the library that quantised it"
-    )
-
-
 def test_a_load_that_fails_to_dequantise_says_what_the_model_is(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,7 +126,7 @@ def test_a_plan_with_damaged_code_is_refused(folder: Path, tmp_path: Path, code:
     plan = json.loads((run / "plan.json").read_text())
     plan["cells"][0]["model"]["kwargs"]["code"] = code
     (run / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(ConfigError, match="is not a folder and a digest"):
+    with pytest.raises(ConfigError, match="lacks folder, sha256, or has another type"):
         resume(run)
 
 

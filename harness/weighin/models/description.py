@@ -2,9 +2,7 @@
 
 transformers decides what its model is: the class, and which weights are tied. weighin's own process
 imports neither torch nor transformers, so that it asks a child, ``python -m weighin.models.description
-REQUEST``. The child runs the folder's code only with --trust-remote-code. REQUEST is JSON: the path, and
-the user's choices in a folder. The child sends one event: ``answer``, with arguments of the model's
-builder, or ``error`` with type, message and repair.
+REQUEST``, where REQUEST is JSON. The child runs the folder's code only with --trust-remote-code.
 """
 
 import json
@@ -28,12 +26,11 @@ from weighin.stream.pretrained_folder import (
     MODEL_DTYPES,
     PretrainedFolder,
     auto_class,
+    candidates,
     checked_dtype,
     digest,
     dtype_of,
-    index_in,
     models_in_code,
-    name_of,
     read_folder,
     refuse_adapter,
 )
@@ -56,7 +53,8 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
         if dtype_of(config) is None:
             config["dtype"] = dtype
     kwargs = {"architecture": answer.pop("architecture"), "config": config, **answer}
-    return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
+    path = folder.path.resolve()
+    return ModelSpec(foreign.hub_id(path) or path.name, library.builder, kwargs)
 
 
 def spec_of_gguf(file: Path) -> ModelSpec:
@@ -111,11 +109,10 @@ def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:
 
 
 def _dtype_in(folder: PretrainedFolder, slices: Sequence[Slice]) -> str:
-    """Return the dtype that transformers takes if ``config.json`` names none: that in the index of
-    shards, else that of the first floating-point tensor in the first file of weights (of a safetensors
-    file, the first by name), else float32.
-    """
-    index = index_in(folder.path) if folder.checkpoint == folder.path else folder.checkpoint
+    """Return the dtype that transformers takes if ``config.json`` names none: the index's, or the first tensor's."""
+    index = folder.checkpoint
+    if index == folder.path:  # shards with the usual index
+        index = next(file for file in candidates(index) if file.name.endswith(".index.json"))
     if index.suffix == ".json":
         metadata = foreign.read_object(index, foreign.RESAVE).get("metadata")
         if isinstance(metadata, dict) and "dtype" in metadata:
@@ -128,8 +125,7 @@ def _dtype_in(folder: PretrainedFolder, slices: Sequence[Slice]) -> str:
 
 
 def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[list[str]] | None:
-    """Return the names that share a weight in the model that ``from_pretrained`` loads; None if they are
-    those that the class ties.
+    """Return the names that share a weight in the model that ``from_pretrained`` loads; None if as the class says.
 
     ``from_pretrained`` ties no two weights that the file has with different values in ``dtype``.
     """
@@ -177,8 +173,7 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[l
 
 
 def chosen_class(folder: PretrainedFolder) -> tuple[str, dict[str, str] | None]:
-    """Return the class of a folder's model, and the folder and digest of its code if this defines the class:
-    the class that the user or ``config.json`` names, or that transformers chooses for an auto class.
+    """Return the class of a folder's model, and the folder and digest of its code if this defines the class.
 
     Without ``trust_remote_code``, the folder's code may not run. The result is then transformers'
     own class for the model type, if there is one, else ConfigError.
@@ -207,15 +202,18 @@ def chosen_class(folder: PretrainedFolder) -> tuple[str, dict[str, str] | None]:
         )
     if has_code:
         auto_class(config, wanted)  # raises the error, because the code is missing
-    if kind is None and not folder.architectures and not choice.model_class:
-        what = f"{folder.path / CONFIG} names neither 'architectures' nor 'model_type'"
-        raise ConfigError(what, _NAME_IT)
-    classes = list(dict.fromkeys(name for names in known.values() for name in names))
-    raise ConfigError(
-        f"transformers has no {one_line(wanted)} for the model type {one_line(str(kind))} in"
-        f" {folder.path / CONFIG}",
-        f"{_NAME_IT}, one of {few(classes, 6)}" if classes else _NAME_IT,
+    what, repair = (
+        f"{folder.path / CONFIG} names neither 'architectures' nor 'model_type'",
+        _NAME_IT,
     )
+    if kind is not None or folder.architectures or choice.model_class:
+        what = (
+            f"transformers has no {one_line(wanted)} for the model type {one_line(str(kind))} in"
+            f" {folder.path / CONFIG}"
+        )
+    if classes := list(dict.fromkeys(name for names in known.values() for name in names)):
+        repair = f"{_NAME_IT}, one of {few(classes, 6)}"
+    raise ConfigError(what, repair)
 
 
 def _classes_of(model_type: object) -> dict[str, tuple[str, ...]]:

@@ -56,8 +56,20 @@ def from_config(
     if ties is not None:
         untie(model, ties)
     _keep_in_float32(model, dtype)
-    if dtype != torch.float32:
-        _compute_in_float32(model, dtype)
+    if (
+        dtype != torch.float32
+    ):  # in which from_pretrained computes the tensors that no checkpoint has
+        computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        stored = [
+            tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if not any(re.search(pattern, name) for pattern in computed)
+        ]
+        torch.set_default_dtype(torch.float32)
+        try:
+            _initialise(model, stored)
+        finally:
+            torch.set_default_dtype(dtype)
     model.keeps_dtypes = True
     model.eval()
     return cast(torch.nn.Module, model)
@@ -85,7 +97,8 @@ def pretrained_class(
         kind = getattr(transformers, architecture, None)
         base = transformers.PreTrainedModel
     if kind is None and find_spec(DIFFUSERS.name):
-        kind = class_of_pipelines(architecture)  # for example StableDiffusionSafetyChecker
+        with importing(DIFFUSERS):
+            kind = class_of_pipelines(architecture)  # for example StableDiffusionSafetyChecker
     if not isinstance(kind, type) or not issubclass(kind, base):
         raise ConfigError(
             f"transformers {transformers.__version__} has no model class {architecture!r}",
@@ -237,21 +250,6 @@ def import_class(kwargs: Mapping[str, Any]) -> None:
     if kwargs.get(ARGUMENT):
         with contextlib.suppress(Exception):  # the merge says why
             import_module("peft")
-
-
-def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Compute in float32 the tensors that no checkpoint has, as ``from_pretrained`` does."""
-    computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    stored = [
-        tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if not any(re.search(pattern, name) for pattern in computed)
-    ]
-    torch.set_default_dtype(torch.float32)
-    try:
-        _initialise(model, stored)
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 def written_after_load(model: Any) -> set[str]:

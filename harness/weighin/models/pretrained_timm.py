@@ -30,29 +30,32 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
 def model_and_load(
     architecture: str, config: Mapping[str, Any]
 ) -> tuple[torch.nn.Module, Callable[[State, Path], None]]:
-    """Return the model of ``from_config``, and a function that loads values into it as timm does.
+    """Return the model of ``from_config``, and a function that loads a file's tensors into it as timm does."""
+    imported(TIMM)
+    from timm.models import _builder
 
-    The function takes a file's tensors and the file; CheckpointError: timm refuses the file, or would
-    initialise weights with random numbers.
-    """
     dtype, calls = torch.get_default_dtype(), list[tuple[Any, ...]]()
-
-    def remember(real: Any, model: Any, pretrained_cfg: Any, **arguments: Any) -> None:
-        calls.append((real, model, pretrained_cfg, arguments))
-
-    with tempfile.TemporaryDirectory(prefix="weighin-") as folder:
+    with tempfile.TemporaryDirectory(prefix="weighin-") as folder, _replacing:
         (Path(folder) / CONFIG).write_text(json.dumps(config))
+        own, thread = _builder.load_pretrained, get_ident()
+
+        def load_pretrained(model: Any, pretrained_cfg: Any = None, **arguments: Any) -> None:
+            if get_ident() == thread:
+                calls.append((model, pretrained_cfg, arguments))
+            else:  # another thread's load gets its weights
+                own(model, pretrained_cfg, **arguments)
+
+        _builder.load_pretrained = load_pretrained
         torch.set_default_dtype(torch.float32)
         try:
-            model = _created(architecture, Path(folder), remember)
+            model = _created(architecture, Path(folder))
         finally:
             torch.set_default_dtype(dtype)
-    if not calls or calls[0][1] is not model:
-        raise ConfigError(
-            f"timm returns {architecture} as a feature extractor, which weighin cannot load",
-            "leave 'features_only' out of model_args in config.json",
-        )
-    real, _, pretrained_cfg, arguments = calls[0]
+            _builder.load_pretrained = own
+    if not calls or calls[0][0] is not model:
+        what = f"timm returns {architecture} as a feature extractor, which weighin cannot load"
+        raise ConfigError(what, "leave 'features_only' out of model_args in config.json")
+    _, pretrained_cfg, arguments = calls[0]
     model.to(dtype)
     model.keeps_dtypes = True
 
@@ -69,41 +72,25 @@ def model_and_load(
         source = {**pretrained_cfg, "source": "", "state_dict": dict(state)}
         try:
             with says(f"{file}: timm", _REPAIR):
-                real(model, pretrained_cfg=source, **arguments)
+                own(model, pretrained_cfg=source, **arguments)
         finally:
             del model.load_state_dict
 
     return model, load
 
 
-def _created(architecture: str, folder: Path, load: Any = None) -> torch.nn.Module:
-    """Create the model of a folder; ``load`` stands in for timm's function, its first argument."""
+def _created(architecture: str, folder: Path) -> Any:
     timm = imported(TIMM)
-    from timm.models import _builder
-
     if not timm.is_model(architecture):
         what = f"timm {timm.__version__} has no model {architecture!r}"
         raise ConfigError(what, "install a newer timm")
-    with _replacing:
-        own, thread = _builder.load_pretrained, get_ident()
-
-        def load_pretrained(*given: Any, **arguments: Any) -> None:
-            if load and get_ident() == thread:  # another thread's load gets its weights
-                load(own, *given, **arguments)
-            else:
-                own(*given, **arguments)
-
-        _builder.load_pretrained = load_pretrained
-        try:
-            model: torch.nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
-        except (TypeError, KeyError, AssertionError) as error:
-            what = f"timm {timm.__version__} cannot build {architecture!r} from config.json"
-            reason = f"{type(error).__name__}: {error}"
-            repair = "install a newer timm, or correct config.json"
-            raise ConfigError(f"{what}: {reason}", repair) from error
-        finally:
-            _builder.load_pretrained = own
-    return model
+    try:
+        return timm.create_model(f"local-dir:{folder}", pretrained=True)
+    except (TypeError, KeyError, AssertionError) as error:
+        what = f"timm {timm.__version__} cannot build {architecture!r} from config.json"
+        reason = f"{type(error).__name__}: {error}"
+        repair = "install a newer timm, or correct config.json"
+        raise ConfigError(f"{what}: {reason}", repair) from error
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interface)

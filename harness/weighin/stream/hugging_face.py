@@ -8,7 +8,7 @@ weights.
 
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,6 @@ from weighin.stream.pretrained_folder import (
     CONFIG,
     PretrainedFolder,
     adapter_note,
-    cached_snapshot,
     dtype_of,
     find_weights,
     is_pretrained,
@@ -48,7 +47,7 @@ from weighin.stream.pretrained_library import (
 )
 from weighin.stream.reading import Load, reading
 from weighin.stream.slices import Slice
-from weighin.text import one_line, plain
+from weighin.text import plain
 
 _log = logging.getLogger("weighin")
 
@@ -112,9 +111,7 @@ def load_pretrained(
         ConfigError: a package is missing or has no such class; the folder contains code, and
             ``trust_remote_code`` is false; or the kind of ``folder`` does not allow an argument.
     """
-    path = path_of(Path(folder), revision)
-    if not path.exists():
-        path = cached_snapshot(str(folder), revision) or path
+    path = path_of(Path(folder), revision, may_lack=False)
     if (path / PIPELINE).is_file():
         raise no_model(path)
     given = {
@@ -163,48 +160,37 @@ def load_pretrained(
         model = _of_timm(found, selection, wanted).to(place)
         model.pretrained_cfg["file"] = str(type(folder)(path))
         return model
-    slices = formats.read(found.checkpoint, selection)
-    load = Load(slices, threads, ignores_adapter=True)
-    model = _of_transformers(found, slices, load, adapter, options)
+    model = _of_transformers(
+        found, formats.read(found.checkpoint, selection), adapter, threads, options
+    )
     if not Path(folder).exists():  # the id of a model of the Hub
         model.config._name_or_path = model.name_or_path = str(folder)
     return model
 
 
-def _loaded(
-    kwargs: dict[str, Any], checkpoint: Path, load: Load, options: dict[str, Any], method: str = ""
-) -> Any:
+def _loaded(kwargs: dict[str, Any], checkpoint: Path, load: Load, options: dict[str, Any]) -> Any:
     """Return the model that transformers loads; refuse it if weights are drawn at random."""
-    try:
-        with reading(load):
-            model, missing = pretrained.reference(kwargs, checkpoint, **options)
-    except CheckpointError as error:
-        failed = load.infos[-1].conversion_errors if load.infos else {}
-        for name, text in failed.items():  # transformers only logs them
-            said = one_line(text.partition("\nError")[0].splitlines()[-1])
-            error.message += f"; it cannot convert {plain(name)}: {said}"
-            break
-        raise
-    buffers = dict(model.named_buffers())
-    drawn = [name for name in missing if name not in buffers]
-    if drawn and method:
-        raise CheckpointError(
-            f"{checkpoint}: quantised with {method}, as config.json says, which transformers does not"
-            " have: it finds codes, and no weights",
-            "load the model with the library that quantised it",
-        )
-    if drawn:
-        raise lacks(checkpoint, drawn, type(model).__name__)
+    with reading(load):
+        model, missing = pretrained.reference(kwargs, checkpoint, **options)
+    _refuse_drawn(model, checkpoint, missing)
     return model
+
+
+def _refuse_drawn(model: torch.nn.Module, checkpoint: Path, missing: Iterable[str]) -> None:
+    """Raise CheckpointError if ``missing`` has more than buffers, which the model computes."""
+    buffers = dict(model.named_buffers())
+    if drawn := [name for name in missing if name not in buffers]:
+        raise lacks(checkpoint, drawn, type(model).__name__)
 
 
 def _of_transformers(
     found: PretrainedFolder,
     slices: Sequence[Slice],
-    load: Load,
     adapter: Path | str,
+    threads: int | None,
     options: dict[str, Any],
 ) -> Any:
+    load = Load(slices, threads, ignores_adapter=True)
     dtype_of(found.config)  # raises for a dtype that transformers cannot read
     if not adapter:
         refuse_adapter(found.path)
@@ -216,8 +202,7 @@ def _of_transformers(
     name, code = chosen_class(found)
     kwargs = {"architecture": name, "config": found.config, "code": code, ARGUMENT: adapter}
     try:
-        method = "" if codes else quantised.method_of(found.path, found.config)
-        model = _loaded(kwargs, found.checkpoint, load, options, method)
+        model = _loaded(kwargs, found.checkpoint, load, options)
     except HarnessError as error:
         if codes:
             error.message += f"; the model is {codes.summary}"
@@ -227,12 +212,8 @@ def _of_transformers(
 
 
 def _check_codes(model: Any, checkpoint: Path, slices: Sequence[Slice], load: Load) -> None:
-    """Raise CheckpointError if transformers has taken quantised codes for weights.
-
-    Integers or 8-bit floats count as codes if the model has another float dtype, and transformers left
-    out a key of the same module, the scale.
-    """
-    unexpected = {name for info in load.infos for name in info.unexpected_keys}
+    """Raise CheckpointError if transformers took codes (integers or 8-bit floats) for weights, and left out a scale."""
+    unexpected = (name for info in load.infos for name in info.unexpected_keys)
     scales = {name.rpartition(".")[0]: name for name in unexpected}
     tensors = model.state_dict() if scales else {}
     for one in slices if scales else ():
@@ -258,8 +239,7 @@ def _of_diffusers(found: PretrainedFolder, dtype: torch.dtype, threads: int | No
     kwargs = {"architecture": found.library.class_in(found.config), "config": found.config}
     with reading(Load((), threads)):
         model, missing = module_of(DIFFUSERS.builder).reference(kwargs, file, dtype)
-    if missing:
-        raise lacks(file, missing, type(model).__name__)
+    _refuse_drawn(model, file, missing)
     return own(model, formats.files(file))
 
 
@@ -307,11 +287,7 @@ def _of_sentences(
         model = SentenceTransformer(
             str(folder), device=str(device), local_files_only=True, **options
         )
-    buffers = dict(model.named_buffers())
-    if missing := sorted(
-        name for info in load.infos for name in info.missing_keys - buffers.keys()
-    ):
-        raise lacks(folder, missing, type(model).__name__)
+    _refuse_drawn(model, folder, sorted(name for info in load.infos for name in info.missing_keys))
     return own(model, files)
 
 

@@ -1,19 +1,15 @@
-"""Read a Hugging Face folder: ``config.json``, the checkpoint beside it, and the names of Python code;
-and find such a folder in the local cache of the Hub.
-
-No function uses the network, runs code of the folder, or imports the folder's library:
-``weighin.models.description`` asks transformers what the model is. The Hub's cache::
+"""Read a Hugging Face folder, without its code or library, and find one in the Hub's local cache::
 
     ~/.cache/huggingface/hub/models--owner--name/refs/main              the commit of a branch or tag
                                                 /snapshots/COMMIT/...   links to ../../blobs
 
-A few old models have an id without an owner, such as "gpt2".
+``weighin.models.description`` asks transformers what the model is.
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,9 +86,6 @@ class PretrainedFolder:
         return asked or next(iter(self.architectures), _BASE)
 
 
-# -- The files of a folder -------------------------------------------------------------------------
-
-
 def is_pretrained(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
@@ -124,7 +117,7 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
     """Return the file of a folder's weights, the folder itself for shards with the usual index, or None."""
     if (explicit := _explicit(path)) is not None:
         return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
-    file = next(_candidates(path, variant), None)
+    file = next(candidates(path, variant), None)
     return path if file and file.name.endswith(_INDEX) else file
 
 
@@ -139,11 +132,8 @@ def weights_in(path: Path, variant: str = "") -> Path:
     raise no_model(path)
 
 
-def index_in(path: Path) -> Path:
-    return next(file for file in _candidates(path) if file.name.endswith(_INDEX))
-
-
-def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
+def candidates(path: Path, variant: str = "") -> Iterator[Path]:
+    """Yield the files of weights and indexes in a folder, in the order in which its library looks."""
     libraries = (library_in(object_in(path / CONFIG)), *LIBRARIES)
     names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
     return (path / name for name in names if (path / name).is_file())
@@ -156,16 +146,14 @@ def _explicit(path: Path) -> Path | None:
         return None
     place = Path(name if isinstance(name, str) else "")
     is_inside = not (place.is_absolute() or ".." in place.parts or "\0" in place.name)
-    if not is_inside or not place.name.endswith((".safetensors", ".safetensors.index.json")):
-        what = f"are {short(name)}: neither a safetensors file nor an index in this folder"
-    elif (path / place).is_file():
+    is_known = place.name.endswith((".safetensors", ".safetensors.index.json"))
+    if is_inside and is_known and (path / place).is_file():
         return path / place
-    elif broken := foreign.broken_link(path / place):
+    if is_inside and is_known and (broken := foreign.broken_link(path / place)):
         raise broken
-    else:
-        what = f"are missing: {short(name)}"
     raise CheckpointError(
-        f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names {what}; from_pretrained fails, too",
+        f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names are missing, or are neither a"
+        f" safetensors file nor an index in this folder: {short(name)}; from_pretrained fails, too",
         f"correct '{_EXPLICIT}', or remove the key, so that model.safetensors is read",
     )
 
@@ -216,11 +204,7 @@ def is_pretrained_checkpoint(checkpoint: Path) -> bool:
 
 
 def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder.
-
-    Raises:
-        CheckpointError: it would read another file of the folder, or no file.
-    """
+    """Return the arguments with which ``from_pretrained`` reads this checkpoint; CheckpointError: it reads another."""
     folder, variant = folder_of(checkpoint), variant_of(checkpoint)
     arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
     if gguf.is_file(checkpoint):
@@ -233,9 +217,6 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
             f" from:{checkpoint} to load its tensors without the model's class",
         )
     return arguments | ({"variant": variant} if variant else {})
-
-
-# -- dtypes ----------------------------------------------------------------------------------------
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
@@ -265,9 +246,6 @@ def own_dtype(model: ModelSpec) -> str:
     return (model.builder.startswith("weighin.models.") and dtype_of(model.kwargs)) or "float32"
 
 
-# -- Models that were read from a folder -----------------------------------------------------------
-
-
 def folder_library(model: ModelSpec) -> str:
     """Return the library whose folder a model was read from; "" if from no folder."""
     library = library_of(model.builder)
@@ -287,28 +265,32 @@ def arguments_of(model: ModelSpec, checkpoint: Path) -> dict[str, Any] | None:
     if gguf.is_file(checkpoint):
         return {"folder": checkpoint, "model_class": model.kwargs["architecture"]}
     arguments = {"folder": folder_of(checkpoint), "variant": variant_of(checkpoint)}
-    if library != TRANSFORMERS.name:
-        return arguments
-    return arguments | {
-        "model_class": model.kwargs["architecture"],
-        "trust_remote_code": code_of(model) is not None,
-        "adapter": model.kwargs.get(ARGUMENT, ""),
-    }
+    if library == TRANSFORMERS.name:
+        arguments |= {
+            "model_class": model.kwargs["architecture"],
+            "trust_remote_code": code_of(model) is not None,
+            "adapter": model.kwargs.get(ARGUMENT, ""),
+        }
+    return arguments
 
 
 def code_of(model: ModelSpec) -> dict[str, str] | None:
     """Return the folder and the digest of the model's own Python code; None for code of a package."""
-    code = model.kwargs.get("code") if model.builder == BUILDER else None
-    if code is None:
+    return planned(model, "code", {"folder": str, "sha256": str})
+
+
+def planned(model: ModelSpec, name: str, types: Mapping[str, type]) -> dict[str, Any] | None:
+    """Return an argument of a model of transformers, with the fields in ``types``; None without the argument."""
+    found = model.kwargs.get(name) if model.builder == BUILDER else None
+    if found is None:
         return None
-    names = ("folder", "sha256")
-    if not isinstance(code, dict) or [type(code.get(name)) for name in names] != [str, str]:
+    if not isinstance(found, dict) or any(type(found.get(one)) is not types[one] for one in types):
         raise ConfigError(
-            f"the plan is damaged: the argument `code` of the model {model.name} is not a folder"
-            " and a digest",
+            f"the plan is damaged: the argument `{name}` of the model {model.name} lacks"
+            f" {', '.join(types)}, or has another type for one",
             "start a new run",
         )
-    return code
+    return {one: found[one] for one in types}  # a plan of an earlier version may have more
 
 
 def digest(path: Path) -> str:
@@ -341,16 +323,15 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
     )
 
 
-# -- The Hub's cache -------------------------------------------------------------------------------
-
-
-def path_of(path: Path, revision: str = "") -> Path:
+def path_of(path: Path, revision: str = "", *, may_lack: bool = True) -> Path:
     """Return the checkpoint that a user's path or a model's id on the Hub means; an index means its folder."""
     path = path.expanduser()
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
         path = _snapshot_of(path, revision)
     elif not path.exists():
-        with suppress(CheckpointError):  # callers say what is missing
+        with (
+            suppress(CheckpointError) if may_lack else nullcontext()
+        ):  # its callers say what is missing
             path = cached_snapshot(str(path), revision) or path
     elif revision:
         raise ConfigError(
@@ -365,11 +346,7 @@ def path_of(path: Path, revision: str = "") -> Path:
 
 
 def cached_snapshot(name: str, revision: str = "") -> Path | None:
-    """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
-
-    Without an owner, only the name of a cached model is an id. CheckpointError: the cache lacks the
-    model or the revision, or ``name`` is the path of a missing file.
-    """
+    """Return the folder of a Hub model in the local cache; CheckpointError: it is missing; None: no Hub id."""
     if foreign.looks_like_path(name) and not Path(name).expanduser().exists():
         raise foreign.missing(name)
     if not (match := _HUB_ID.fullmatch(name)):
@@ -379,7 +356,7 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
     entry = hub / f"{HUB_ENTRY}{name.replace('/', '--')}"
     if (entry / "snapshots").is_dir():
         return _snapshot_of(entry, revision)
-    if match[1] is None:
+    if match[1] is None:  # a few old models have an id without an owner, such as "gpt2"
         return None
     raise CheckpointError(
         f"{name} is not in the Hub's cache {hub}, and weighin downloads no model",
@@ -409,29 +386,24 @@ def _snapshot_of(entry: Path, revision: str) -> Path:
     )
 
 
-def name_of(folder: Path) -> str:
-    """Return the name of a folder, or the model's id for a snapshot in the Hub's cache."""
-    return foreign.hub_id(folder) or folder.name
-
-
-# -- Adapters of peft ------------------------------------------------------------------------------
-
-
 def adapter_of(spec: ModelSpec) -> Path | None:
     named = spec.kwargs.get(ARGUMENT) if spec.builder == BUILDER else None
     return Path(named) if named else None
 
 
-def with_adapter(spec: ModelSpec, adapter: Path) -> ModelSpec:
-    """Return a copy of ``spec`` whose model has the adapter in a folder merged into its weights."""
+def with_adapter(spec: ModelSpec, named: str) -> ModelSpec:
+    """Return a copy of ``spec`` whose model has the adapter in the folder ``named`` merged; ``spec`` itself for ""."""
+    if not named:
+        return spec
     if spec.builder != BUILDER:
         raise ConfigError(
-            f"{spec.title} is no model of transformers, so --adapter={adapter} would be ignored",
+            f"{spec.title} is no model of transformers, so --adapter={named} would be ignored",
             "leave --adapter out",
         )
-    adapter_files(adapter)  # raises before anything is measured
-    kwargs = {**spec.kwargs, ARGUMENT: str(adapter.absolute())}
-    return replace(spec, name=f"{spec.name}+{adapter.absolute().name}", kwargs=kwargs)
+    adapter = Path(named).absolute()
+    adapter_files(Path(named))  # raises before anything is measured
+    kwargs = {**spec.kwargs, ARGUMENT: str(adapter)}
+    return replace(spec, name=f"{spec.name}+{adapter.name}", kwargs=kwargs)
 
 
 def adapter_files(adapter: Path) -> list[Path]:

@@ -1,8 +1,4 @@
-"""List the libraries whose folders weighin reads, and what a user can choose in a folder or checkpoint.
-
-``LIBRARIES`` has one row for each library, with everything in which the libraries' folders
-differ. Code that differs is in the modules ``weighin.models.pretrained*``, one for each library.
-"""
+"""List the libraries whose folders weighin reads (code: ``models.pretrained*``), and a user's choices in a folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,21 +13,14 @@ PIPELINE: Final = "model_index.json"
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library whose folders have a ``config.json`` and weights.
+    """A library whose folders have a ``config.json`` and weights."""
 
-    Attributes:
-        name: of the package, and of the strategy that loads by the package's own function.
-        class_key: the key of ``config.json`` that names the model's class.
-        weights: files with weights and indexes of shards, in the order in which the library looks.
-        fixed_dtype: the dtype in which the library builds each model; None if the folder says it.
-    """
-
-    name: str
+    name: str  # of the package, and of the strategy that loads by its own function
     extra: str
     builder: str
-    class_key: str
-    weights: tuple[str, ...]
-    fixed_dtype: str | None = None
+    class_key: str  # of config.json
+    weights: tuple[str, ...]  # and indexes of shards, in the order in which the library looks
+    fixed_dtype: str | None = None  # of every model; None if the folder says it
 
     def class_in(self, config: Mapping[str, Any]) -> str | None:
         named = config.get(self.class_key)
@@ -47,29 +36,22 @@ class Library:
         return tuple(f"{stem}.{variant}.{suffix}" for stem, _, suffix in parts)
 
 
-_OF_TRANSFORMERS: Final = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-_OF_DIFFUSERS: Final = (
-    "diffusion_pytorch_model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.bin",
-    "diffusion_pytorch_model.bin.index.json",
-)
-_OF_TIMM: Final = ("model.safetensors", "pytorch_model.bin")
 _BUILDERS: Final = "weighin.models.pretrained"
 TRANSFORMERS: Final = Library(
-    "transformers", "hf", f"{_BUILDERS}:from_config", "architectures", _OF_TRANSFORMERS
-)
+    "transformers", "hf", f"{_BUILDERS}:from_config", "architectures",
+    ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+)  # fmt: skip
 DIFFUSERS: Final = Library(
-    "diffusers", "diffusers", f"{_BUILDERS}_diffusers:from_config", "_class_name", _OF_DIFFUSERS, "float32"
+    "diffusers", "diffusers", f"{_BUILDERS}_diffusers:from_config", "_class_name",
+    (
+        "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors",
+        "diffusion_pytorch_model.bin", "diffusion_pytorch_model.bin.index.json",
+    ), "float32",
 )  # fmt: skip
 TIMM: Final = Library(
-    "timm", "timm", f"{_BUILDERS}_timm:from_config", "architecture", _OF_TIMM, "float32"
-)
+    "timm", "timm", f"{_BUILDERS}_timm:from_config", "architecture",
+    ("model.safetensors", "pytorch_model.bin"), "float32",
+)  # fmt: skip
 LIBRARIES: Final = (TRANSFORMERS, DIFFUSERS, TIMM)
 """A folder belongs to the first of these libraries whose ``class_key`` its ``config.json`` has."""
 
@@ -114,12 +96,10 @@ AS_SAVED: Final = FolderChoice()
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The part of a checkpoint that is the model's state dict: ``key`` in nested dicts, such as "state.model", or
-    else the names that begin with it; and without a prefix of each name, such as "module.".
-    """
+    """The part of a checkpoint that is the model's state dict: below ``key``, such as "state.model"."""
 
-    key: str = ""
-    strip_prefix: str = ""
+    key: str = ""  # of nested dicts, or of names that begin with it
+    strip_prefix: str = ""  # which each name loses, such as "module."
 
     def __bool__(self) -> bool:
         return bool(self.key or self.strip_prefix)

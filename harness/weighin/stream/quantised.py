@@ -7,15 +7,15 @@ values without any error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
 
 from weighin.cell import ModelSpec
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError
 from weighin.files import object_in
-from weighin.stream.pretrained_folder import BUILDER, CONFIG, folder_of
+from weighin.stream.pretrained_folder import CONFIG, folder_of, planned
 from weighin.stream.slices import ITEM_BYTES, Slice
 from weighin.text import one_line
 
@@ -45,6 +45,7 @@ first row that fits applies; several libraries write codes as in the last row.""
 
 _KEY: Final = "quantization_config"
 _OF_TEXT: Final = ("text_config", "decoder", "generator")
+_NO_CONFIG: Final = f"no {CONFIG}"
 _UNREAD: Final = ("compression_config", "quantization")
 _OF_MODELOPT: Final = "hf_quant_config.json"
 _METHODS: Final = frozenset({
@@ -64,19 +65,11 @@ _DEQUANTISED: Final = [
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """How a checkpoint is quantised.
-
-    Attributes:
-        method: the method's name and variant: "compressed-tensors (pack-quantized)".
-        weights: the number of tensors that hold codes; 0 if only ``config.json`` names the method.
-        stored_bytes: the size of all tensors in the files.
-        obstacle, repair: why from_pretrained does not dequantise the codes, if it does not.
-        dequantises: whether transformers dequantises the codes.
-    """
+    """How a checkpoint is quantised: the method with its variant, and why from_pretrained does not dequantise it."""
 
     method: str
-    weights: int
-    stored_bytes: int
+    weights: int  # how many tensors hold codes; 0 if only config.json names the method
+    stored_bytes: int  # of all tensors in the files
     obstacle: str = ""
     repair: str = ""
     dequantises: bool = False
@@ -96,18 +89,17 @@ class Quantised:
 
     def error(self, path: Path) -> CheckpointError:
         """Return the error for a loader that would take the codes for weights."""
-        folder = quote(str(folder_of(path)))
-        why, repair, able = self.obstacle, self.repair, "transformers"
+        why, repair, folder = self.obstacle, self.repair, quote(str(folder_of(path)))
         if not why and self.dequantises:
             why = "only the model of this folder takes them, dequantised"
             repair = "load it with load_pretrained, or write the weights: weighin convert"
             repair += f" {folder} NEW.safetensors --keys model"
-            able = "streaming,transformers"
         elif not why:
             why = "weighin does not dequantise them"
-            repair = "load it with from_pretrained, which names the packages that it needs"
-        if not self.obstacle:
-            repair += f"; to measure this load: weighin bench {folder} --strategies {able}"
+            repair = (
+                "load it with from_pretrained, which names the packages that it needs; to measure"
+            )
+            repair += f" this load: weighin bench {folder} --strategies transformers"
         return CheckpointError(f"{path}: {self.summary}; {why}", repair)
 
     def as_json(self) -> dict[str, Any]:
@@ -115,17 +107,8 @@ class Quantised:
 
 
 def of_model(model: ModelSpec) -> Quantised | None:
-    told = model.kwargs.get("quantised") if model.builder == BUILDER else None
-    if told is None:
-        return None
-    try:  # a plan may be of an earlier version, with more fields
-        return Quantised(**{one.name: told[one.name] for one in fields(Quantised)})
-    except (TypeError, KeyError):
-        raise ConfigError(
-            f"the plan is damaged: the argument `quantised` of the model {model.name} is not a"
-            " description of quantised weights",
-            "start a new run",
-        ) from None
+    told = planned(model, "quantised", Quantised.__annotations__)
+    return Quantised(**told) if told else None
 
 
 def find_codes(slices: Sequence[Slice]) -> dict[str, tuple[str, str]]:
@@ -143,22 +126,20 @@ def find_codes(slices: Sequence[Slice]) -> dict[str, tuple[str, str]]:
 
 
 def of_folder(folder: Path, config: Mapping[str, Any], slices: Sequence[Slice]) -> Quantised | None:
-    """Return how the weights of a Hugging Face folder are quantised, or None. In a folder without codes, a method
-    that ``config.json`` names counts only if transformers has it, because it ignores any other.
-    """
+    """Return how the weights of a Hugging Face folder are quantised, or None."""
     described, place = _described(folder, config)
     method, codes = _method(described), find_codes(slices)
+    # Without codes, transformers ignores a method that it does not have.
     if not (codes or (place == _KEY and method in _METHODS)):
         return None
-    obstacle = ""
-    if not place or place == f"no {CONFIG}":
-        obstacle = f"{CONFIG} has no {_KEY}" if not place else f"{place} beside it has a {_KEY}"
-    elif place != _KEY:
-        obstacle = f"transformers does not read {place}"
-    elif method is None:
-        obstacle = f"{_KEY} in {CONFIG} has no quant_method"
-    elif method not in _METHODS:
-        obstacle = "transformers has no such method"
+    obstacles = (
+        (not place, f"{CONFIG} has no {_KEY}"),
+        (place == _NO_CONFIG, f"{place} beside it has a {_KEY}"),
+        (place != _KEY, f"transformers does not read {place}"),
+        (method is None, f"{_KEY} in {CONFIG} has no quant_method"),
+        (method not in _METHODS, "transformers has no such method"),
+    )
+    obstacle = next((text for is_so, text in obstacles if is_so), "")
     repair = ""
     if obstacle:
         obstacle += ": from_pretrained takes the codes for weights, or fails"
@@ -202,15 +183,8 @@ def dequantising(folder: Path) -> dict[str, Any]:
     return {**described, "dequantize": True} if is_read else {}
 
 
-def method_of(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the method and variant that a folder names, for messages; empty if it names none."""
-    return _shown(_described(folder, config)[0])
-
-
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return the description of the quantisation, and the key or file that has it: "quantization_config" only
-    if from_pretrained reads it. Without a description, {} and "" or "no config.json".
-    """
+    """Return the description of the quantisation, or {}, and where it is: ``_KEY`` only if from_pretrained reads it."""
     for part in (config, *(config.get(name) for name in _OF_TEXT)):
         if isinstance(part, Mapping) and isinstance(found := part.get(_KEY), Mapping):
             return found, _KEY
@@ -222,7 +196,7 @@ def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, An
     of_modelopt = object_in(folder / _OF_MODELOPT).get("quantization")
     if isinstance(of_modelopt, Mapping):
         return {"quant_method": "modelopt", **of_modelopt}, _OF_MODELOPT
-    return {}, "" if config else f"no {CONFIG}"
+    return {}, "" if config else _NO_CONFIG
 
 
 def _method(named: Mapping[str, Any]) -> str | None:

@@ -359,11 +359,11 @@ def model_and_checkpoint(
             raise _no_folder(name, choice.options)
         return _built(name, kwargs), None
     if not name.startswith(_FROM) and (file := gguf_in(path)):
-        return _merged(spec_of_gguf(file), choice), file
+        return with_adapter(spec_of_gguf(file), choice.adapter), file
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, choice)
         if folder.names_model:
-            return _merged(spec_of(folder, selection), choice), folder.checkpoint
+            return with_adapter(spec_of(folder, selection), choice.adapter), folder.checkpoint
     if ignored := replace(choice, variant="", revision="").options:
         raise _no_folder(name, ignored)
     weights = weights_of(path, replace(choice, revision=""))
@@ -372,10 +372,6 @@ def model_and_checkpoint(
     check_converts(path, slices, NOT_MEASURED)
     quantised.refuse_codes(path, slices, ())
     return ModelSpec(path.name, SYNTHESISED, {"tensors": pack(slices)}), weights
-
-
-def _merged(spec: ModelSpec, choice: FolderChoice) -> ModelSpec:
-    return with_adapter(spec, Path(choice.adapter)) if choice.adapter else spec
 
 
 def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
