@@ -33,7 +33,7 @@ from weighin.records.metrics import grouped
 from weighin.result import Outcome, Result
 from weighin.show.table import Table
 from weighin.slow_disk import Pace
-from weighin.stream.pretrained_folder import is_folder
+from weighin.stream.pretrained_folder import folder_library
 from weighin.suite import registry
 from weighin.units import format_exact
 
@@ -136,7 +136,7 @@ def known_of(results: Sequence[Result]) -> tuple[Question, PriorKnowledge]:
     """Predict each strategy that was measured; the user's checkpoint has the format of ``streaming``."""
     first = results[0].cell
     own = {one.cell.format for one in results if one.cell.strategy in ("streaming", "transformers")}
-    fmt = "safetensors" if own and (is_folder(first.model) or "pt" not in own) else "pt"
+    fmt = "safetensors" if own and (folder_library(first.model) or "pt" not in own) else "pt"
     question = Question(
         first.model, Limits(), device=first.device, dtype=first.dtype, ranks=first.ranks,
         disk=Pace(first.disk_bytes_per_s, first.disk_latency_ns),

@@ -11,7 +11,7 @@ import yaml
 from weighin import install
 from weighin.models import gpt2, stack, tied
 from weighin.stream.construct import resolve_builder
-from weighin.stream.pretrained_folder import BUILDER, is_folder, own_dtype
+from weighin.stream.pretrained_folder import BUILDER, folder_library, own_dtype
 from weighin.suite import registry
 from weighin.units import MIB
 
@@ -114,7 +114,7 @@ def test_a_model_of_transformers_has_the_published_size_and_dtype(name: str) -> 
     config = read(name)
     with torch.device("meta"):
         model = resolve_builder(config["builder"])(**config["kwargs"])
-    assert not is_folder(registry.model(name))
+    assert not folder_library(registry.model(name))
     parameters, dtype = PUBLISHED[name]
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert f"{parameters:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()

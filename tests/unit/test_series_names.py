@@ -24,7 +24,7 @@ from weighin.records.series import (
     summarise,
 )
 from weighin.result import Outcome, Result
-from weighin.stream.pretrained_folder import is_folder
+from weighin.stream.pretrained_folder import folder_library
 from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_a_model_known_by_its_name_keeps_it_in_every_record_that_we_have(
     (tmp_path / run_folder.RECORDS).write_bytes(path.read_bytes())
     every = run_folder.read(tmp_path).results
     results = [one for one in every if one.cell.operation != "command"]
-    named = {one.cell.model.name for one in results if not is_folder(one.cell.model)}
+    named = {one.cell.model.name for one in results if not folder_library(one.cell.model)}
     assert named <= set(registry.models())
     for cell in (one.cell for one in results if one.cell.model.name in named):
         assert name_of(cell).split(" ")[:2] == [cell.model.name, cell.strategy]

@@ -225,13 +225,12 @@ def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, A
         repair = "start a new run: this run can be resumed only with the code of its plan"
         raise ConfigError(what, repair)
     named = str(config[AUTO_MAP][auto_class(config, architecture)])
-    repository, divided, reference = named.rpartition("--")
+    reference = named.rpartition("--")[2]  # after a repository's name
     file = folder / f"{reference.partition('.')[0]}.py"
     if not re.fullmatch(r"\w+\.\w+", reference) or not file.is_file():
-        where = f", but in the repository {repository}" if divided else ""
         raise ConfigError(
-            f"{folder}: the code {one_line(reference, 80)!r} of the model, which '{AUTO_MAP}' in"
-            f" config.json names as module.class, is not in this folder{where}",
+            f"{folder}: the code {one_line(named, 80)!r} of the model, which '{AUTO_MAP}' in"
+            " config.json names as module.class, is not in this folder",
             "add the module and those that it imports to the folder: weighin uses no network",
         )
     try:

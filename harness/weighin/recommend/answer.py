@@ -271,7 +271,7 @@ def _code(advice: Advice, best: Candidate) -> str:
             info, device=question.device, dtype=question.dtype, adapter=adapter,
             checkpoint=_file_name(best.format) if advice.saves_again else str(checkpoint or "model.pt"),
             options={} if advice.saves_again else planned.cell.options,
-            keeps_dtypes=pretrained_folder.is_folder(question.model),
+            keeps_dtypes=bool(pretrained_folder.folder_library(question.model)),
             is_mixed=predicted.is_mixed or not knows_model,
             computes_buffers=predicted.computes_buffers or not knows_model,
         )  # fmt: skip
@@ -287,7 +287,7 @@ def _folder(question: Question) -> str | None:
     The user may give the weights of another folder or file with --checkpoint.
     """
     checkpoint = question.checkpoint
-    if checkpoint is None or not pretrained_folder.is_folder(question.model):
+    if checkpoint is None or not pretrained_folder.folder_library(question.model):
         return None
     folder, config = pretrained_folder.folder_of(checkpoint), question.model.kwargs["config"]
     of_checkpoint = object_in(folder / pretrained_folder.CONFIG)

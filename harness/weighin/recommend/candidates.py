@@ -13,7 +13,7 @@ from weighin.predict.prediction import Prediction
 from weighin.recommend.prior_runs import Evidence
 from weighin.slow_disk import LARGEST_READ_BYTES, Pace
 from weighin.stream.bytes import choose
-from weighin.stream.pretrained_folder import is_folder
+from weighin.stream.pretrained_folder import folder_library
 from weighin.stream.pretrained_library import LIBRARIES
 from weighin.suite.registry import StrategyInfo, name_of
 from weighin.units import GIB, MIB, format_bytes, format_exact
@@ -265,7 +265,7 @@ def _stays_mapped(prediction: Prediction) -> bool:
 
 def _asks(info: StrategyInfo, cell: Cell, checkpoint_format: str) -> list[str]:
     asked = [] if cell.format == checkpoint_format else [f"{SAVED_AS}{cell.format}"]
-    of_folder = is_folder(cell.model)
+    of_folder = bool(folder_library(cell.model))
     asked += [one for one in info.packages if not (of_folder and name_of(one) in _OF_FOLDERS)]
     asked += [OWN_CODE] * (of_folder and not info.maps_keys)
     return asked + ["weighin"] * (info.name == "streaming")

@@ -1,9 +1,7 @@
 """Load a Hugging Face folder as its library does, with one copy of the weights in memory.
 
-transformers, diffusers, timm, sentence-transformers and peft decide what the model is; see
-``reading`` for how transformers gets the bytes. diffusers and sentence-transformers map a file, and
-their mapped weights are copied at the end. timm copies mapped weights into a model that was built without
-weights.
+The libraries decide what the model is; see ``reading`` for how transformers gets the bytes. diffusers
+and sentence-transformers map a file, and their mapped weights are copied at the end.
 """
 
 import logging

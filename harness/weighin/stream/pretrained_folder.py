@@ -135,8 +135,11 @@ def weights_in(path: Path, variant: str = "") -> Path:
 def candidates(path: Path, variant: str = "") -> Iterator[Path]:
     """Yield the files of weights and indexes in a folder, in the order in which its library looks."""
     libraries = (library_in(object_in(path / CONFIG)), *LIBRARIES)
-    names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
-    return (path / name for name in names if (path / name).is_file())
+    for name in dict.fromkeys(name for each in libraries for name in each.weights):
+        stem, _, suffix = name.rpartition(".")
+        file = path / (f"{stem}.{variant}.{suffix}" if variant else name)
+        if file.is_file():
+            yield file
 
 
 def _explicit(path: Path) -> Path | None:
@@ -251,10 +254,6 @@ def folder_library(model: ModelSpec) -> str:
     library = library_of(model.builder)
     # A model of transformers that is built into weighin lacks the key, which may be null.
     return library.name if library and library.class_key in model.kwargs["config"] else ""
-
-
-def is_folder(model: ModelSpec) -> bool:
-    return bool(folder_library(model))
 
 
 def arguments_of(model: ModelSpec, checkpoint: Path) -> dict[str, Any] | None:

@@ -28,13 +28,6 @@ class Library:
             named = named[0] if named else None
         return named if isinstance(named, str) and named else None
 
-    def weights_as(self, variant: str) -> tuple[str, ...]:
-        """Return the names of ``weights`` in a variant: "model.fp16.safetensors" for "fp16"."""
-        if not variant:
-            return self.weights
-        parts = (name.rpartition(".") for name in self.weights)
-        return tuple(f"{stem}.{variant}.{suffix}" for stem, _, suffix in parts)
-
 
 _BUILDERS: Final = "weighin.models.pretrained"
 TRANSFORMERS: Final = Library(

@@ -9,7 +9,7 @@ from weighin.errors import ConfigError
 from weighin.settings.definition import DTYPES, Settings
 from weighin.stream import formats
 from weighin.stream.foreign import remembering
-from weighin.stream.pretrained_folder import adapter_note, folder_of, is_folder, own_dtype
+from weighin.stream.pretrained_folder import adapter_note, folder_library, folder_of, own_dtype
 from weighin.stream.pretrained_library import Selection
 from weighin.suite import registry, user_code
 
@@ -104,11 +104,11 @@ def choose(settings: Settings) -> ChosenModels:
     if not all(user_code.is_ours(spec.builder) for spec in specs):
         python_path = user_code.import_path([model.source for model in settings.models])
     notes: list[str] = []
-    named = {spec.kwargs["architecture"] for spec in specs if is_folder(spec)}
+    named = {spec.kwargs["architecture"] for spec in specs if folder_library(spec)}
     taken = named.pop() if len(named) == 1 else ""
     for weights in [own] if own else several.values():
         formats.detect(weights)  # raises an error for a file that is no checkpoint
-        if any(map(is_folder, specs)):
+        if any(map(folder_library, specs)):
             notes += filter(None, [adapter_note(folder_of(weights))])
             notes += registry.notes_on(weights, choice, selection, taken)
     return ChosenModels(
