@@ -27,7 +27,6 @@ from weighin.stream.pretrained_folder import (
     PretrainedFolder,
     auto_class,
     candidates,
-    checked_dtype,
     digest,
     dtype_of,
     models_in_code,
@@ -115,8 +114,9 @@ def _dtype_in(folder: PretrainedFolder, slices: Sequence[Slice]) -> str:
         index = next(file for file in candidates(index) if file.name.endswith(".index.json"))
     if index.suffix == ".json":
         metadata = foreign.read_object(index, foreign.RESAVE).get("metadata")
-        if isinstance(metadata, dict) and "dtype" in metadata:
-            return checked_dtype(metadata["dtype"], index)
+        named = {"dtype": metadata.get("dtype")} if isinstance(metadata, dict) else {}
+        if dtype := dtype_of(named, index):
+            return dtype
     first = min((one.file.name for one in slices), default="")
     stored = [one for one in slices if one.file.name == first]
     if first.endswith(".safetensors"):

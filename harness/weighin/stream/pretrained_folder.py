@@ -222,19 +222,14 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
     return arguments | ({"variant": variant} if variant else {})
 
 
-def dtype_of(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that ``config.json`` names, or None; of a dict, that of the key ""."""
+def dtype_of(config: Mapping[str, Any], file: Path = Path(CONFIG)) -> str | None:
+    """Return the dtype that ``file`` names, or None; of a dict, that of the key ""."""
     name = config.get("dtype")
     if name is None:
         name = config.get("torch_dtype")
     if isinstance(name, dict):
         name = name.get("", "float32")
-    return None if name is None else checked_dtype(name, Path(CONFIG))
-
-
-def checked_dtype(name: object, file: Path) -> str:
-    """Return ``name`` if it is in ``MODEL_DTYPES``; raise ConfigError for any other name."""
-    if isinstance(name, str) and name in MODEL_DTYPES:
+    if name is None or (isinstance(name, str) and name in MODEL_DTYPES):
         return name
     raise ConfigError(
         f"{file} names the dtype {short(name)}: no model can have this dtype, and from_pretrained fails, too",
@@ -328,9 +323,8 @@ def path_of(path: Path, revision: str = "", *, may_lack: bool = True) -> Path:
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
         path = _snapshot_of(path, revision)
     elif not path.exists():
-        with (
-            suppress(CheckpointError) if may_lack else nullcontext()
-        ):  # its callers say what is missing
+        # Most callers say themselves what is missing.
+        with suppress(CheckpointError) if may_lack else nullcontext():
             path = cached_snapshot(str(path), revision) or path
     elif revision:
         raise ConfigError(

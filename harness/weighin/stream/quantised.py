@@ -1,9 +1,8 @@
 """Tell whether the tensors of a checkpoint are quantised codes, and who turns them into weights.
 
-``quantization_config`` in ``config.json`` describes the quantisation; some libraries write the description
-to where transformers does not look. Without it, the names and dtypes suffice: the codes of a weight
-and their scales have names that differ in their suffixes. A loader that takes codes for weights gets wrong
-values without any error.
+``quantization_config`` in ``config.json`` describes the quantisation, or a place where transformers does
+not look. Without it, names and dtypes suffice: the codes of a weight and their scales differ in their
+names' suffixes. A loader that takes codes for weights gets wrong values without any error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
