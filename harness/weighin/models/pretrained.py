@@ -43,8 +43,7 @@ def from_config(
     ties: Sequence[Sequence[str]] | None = None,
     **_: object,  # load_pretrained dequantises and merges
 ) -> torch.nn.Module:
-    """Return the model in evaluation mode, in torch's default dtype; buffers keep the dtypes that the
-    constructor gives them, as with ``from_pretrained``.
+    """Return the model in evaluation mode, in torch's default dtype, and with the constructor's dtypes of buffers.
 
     ``code`` is the folder with the class's code and its digest, if the class is not in transformers.
     ``ties`` are the names that share a weight, where the files untie some that the class ties.
@@ -56,20 +55,11 @@ def from_config(
     if ties is not None:
         untie(model, ties)
     _keep_in_float32(model, dtype)
-    if (
-        dtype != torch.float32
-    ):  # in which from_pretrained computes the tensors that no checkpoint has
+    if dtype != torch.float32:  # from_pretrained computes what no checkpoint has in float32
         computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-        stored = [
-            tensor
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if not any(re.search(pattern, name) for pattern in computed)
-        ]
-        torch.set_default_dtype(torch.float32)
-        try:
-            _initialise(model, stored)
-        finally:
-            torch.set_default_dtype(dtype)
+        state = model.state_dict(keep_vars=True).items()
+        kept = [one for name, one in state if not any(re.search(each, name) for each in computed)]
+        _initialise(model, kept)
     model.keeps_dtypes = True
     model.eval()
     return cast(torch.nn.Module, model)
@@ -188,8 +178,7 @@ def reference(
 
 def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` dequantises on every device, if it can."""
-    named = dequantising(folder_of(checkpoint))
-    if not named:
+    if not (named := dequantising(folder_of(checkpoint))):
         return {}
     auto: Any = import_module("transformers.quantizers.auto")
     return {"quantization_config": auto.AutoQuantizationConfig.from_dict(named)}
@@ -278,15 +267,18 @@ class _Writes(TorchDispatchMode):
 
 
 def _initialise(model: Any, loaded: Sequence[torch.Tensor]) -> None:
-    """Let transformers initialise each module as after a load of ``loaded``, by its own flag."""
+    """Let transformers initialise each module in float32, as after a load of ``loaded``, by its own flag."""
     flag = "_is_hf_initialized"  # transformers sets this attribute
     for tensor in loaded:
         setattr(tensor, flag, True)
     for module in model.modules():
         module.__dict__.pop(flag, None)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
     try:
         model.initialize_weights()
     finally:
+        torch.set_default_dtype(dtype)
         for tensor in loaded:
             tensor.__dict__.pop(flag, None)
 
