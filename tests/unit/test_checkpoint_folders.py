@@ -340,11 +340,9 @@ def test_our_pt_is_torch_saves_file_byte_for_byte_but_for_its_id(
     tmp_path: Path, mmap: bool
 ) -> None:
     ours, theirs = tmp_path / "ours" / "model.pt", tmp_path / "theirs" / "model.pt"
-    written: list[int] = []
     ours.parent.mkdir()
     theirs.parent.mkdir()
-    write("pt", ours, PLANS, lambda name: STATE[name].split(2), written.append)
-    assert sum(written) == 4 * 80
+    write("pt", ours, PLANS, lambda name: STATE[name].split(2))
     state = STATE | {"head": STATE["embedding"]}
     torch.save(state, theirs)
     assert ours.stat().st_size == theirs.stat().st_size

@@ -15,9 +15,8 @@ from fork_server import ForkServer
 from safetensors.torch import save_file
 
 from weighin import child_process
-from weighin.checkpoint import __main__ as maker
 from weighin.checkpoint import convert as converting
-from weighin.checkpoint import reader
+from weighin.checkpoint import reader, staging
 from weighin.checkpoint.child import run_child
 from weighin.checkpoint.convert import Conversion, sentence
 from weighin.cli.app import app
@@ -214,6 +213,16 @@ def test_memory_stays_far_below_the_largest_tensor_and_300_mib(
     assert int(done.stdout) < 130 * MIB
 
 
+def test_the_progress_is_the_share_of_the_bytes_that_are_read_and_written(
+    large: Path, tmp_path: Path
+) -> None:
+    told: list[float | None] = []
+    Conversion(large, tmp_path / "new").run(lambda _, share: told.append(share))
+    shares = [share for share in told if share is not None]
+    assert shares == sorted(shares)
+    assert 0.5 < shares[-1] <= 1
+
+
 def test_the_command_says_what_it_made(source: Path) -> None:
     target = source.with_name("half.pt")
     done = Conversion(source, target, dtype="bfloat16", verify=True).run(silent)
@@ -289,11 +298,12 @@ def test_a_stop_that_comes_when_the_target_is_complete_ends_well(
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(source: Path) -> None:
     target = source.with_name("new")
-    space = str(source.parent), "it", "name a target on another disk"
-    meter = maker.Meter(None, space)  # type: ignore[arg-type]
-    meter.permit(12)
+
+    def permit(to_write: int, _to_read: int) -> None:
+        staging.check_space(source.parent, "it", to_write << 46, "name a target on another disk")
+
     with pytest.raises(ConfigError, match=r"it needs [\d,.]+ TiB, but only .* are free in "):
-        Conversion(source, target, "pt").write(lambda needed: meter.permit(needed << 46))
+        Conversion(source, target, "pt").write(permit)
     assert names(source.parent) == ["model.pt"]
 
 

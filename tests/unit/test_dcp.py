@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from weighin.checkpoint import reader
 from weighin.checkpoint.checksum import pieces_of
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
@@ -210,14 +209,6 @@ def test_a_tensor_in_several_blocks_is_read_as_torch_reads_it(split_in_three: Pa
     slices = formats.read(split_in_three)
     ours = {one.name: torch.cat(list(read_pieces(one))).reshape(one.shape) for one in slices}
     check_equal(ours, theirs)
-
-
-def test_blocks_larger_than_a_piece_are_read_by_some_rows_at_a_time(
-    split_in_three: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "PIECE_ELEMENTS", 16)
-    one, _ = formats.read(split_in_three)
-    assert torch.equal(torch.cat(list(read_pieces(one))), GRID.reshape(-1))
 
 
 def harmed(**changes: tuple[int, ...]) -> Callable[[Metadata], None]:

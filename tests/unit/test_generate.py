@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_folders import plain_model
 from torch import nn
 
 from weighin.cell import ModelSpec
@@ -18,7 +17,6 @@ from weighin.models.gpt2 import gpt2
 from weighin.models.tied import tied
 from weighin.stream import formats
 from weighin.stream.construct import construct
-from weighin.suite import registry
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
 
@@ -171,32 +169,6 @@ def test_extra_state_is_refused(tmp_path: Path) -> None:
         ConfigError, match="'_extra_state' in the state dict is neither a parameter"
     ):
         make(tmp_path / "a", f"{__name__}:extra", {})
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_the_progress_of_reading_a_checkpoint_in_place_is_told(tmp_path: Path, kind: str) -> None:
-    if kind == "file":
-        make_tied(tmp_path / "a")
-        spec = ModelSpec("m", "weighin.models.tied:tied", TIED)
-        checkpoint, fmt = tmp_path / "a" / "pt" / "model.pt", "pt"
-    else:
-        plain_model("fp8").save_pretrained(tmp_path / "a")
-        spec = registry.model(str(tmp_path / "a"))
-        checkpoint = tmp_path / "a" / "model.safetensors"
-        fmt = "safetensors"
-    asked: list[tuple[int, int]] = []
-    read: list[int] = []
-    (folder := tmp_path / "b").mkdir()
-    truth.index(
-        spec,
-        checkpoint=checkpoint,
-        fmt=fmt,
-        folder=folder,
-        permit=lambda *sizes: asked.append(sizes),
-        progress=read.append,
-    )
-    assert asked == [(0, sum(read))]
-    assert sum(read) > 1000
 
 
 def test_a_users_checkpoint_has_the_manifest_of_what_made_it(tmp_path: Path) -> None:

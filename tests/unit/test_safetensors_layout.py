@@ -36,12 +36,8 @@ def plans(state: dict[str, torch.Tensor], **ties: str) -> list[TensorPlan]:
     return found
 
 
-def write(path: Path, state: dict[str, torch.Tensor], **ties: str) -> list[int]:
-    written: list[int] = []
-    write_file(
-        "safetensors", path, plans(state, **ties), lambda name: [state[name]], written.append
-    )
-    return written
+def write(path: Path, state: dict[str, torch.Tensor], **ties: str) -> None:
+    write_file("safetensors", path, plans(state, **ties), lambda name: [state[name]])
 
 
 def bytes_at(place: Any) -> bytes:
@@ -55,8 +51,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def test_the_reference_library_reads_what_we_write(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    written = write(path, STATE)
-    assert sum(written) == sum(tensor.nbytes for tensor in STATE.values())
+    write(path, STATE)
     found = load_file(path)
     assert set(found) == set(STATE)
     for name, tensor in STATE.items():

@@ -1,23 +1,21 @@
 """Make, index (compare with a model) or convert a checkpoint: ``python -m weighin.checkpoint``.
 
 ``child.run_child`` starts this module and sends it the request, whose field ``verb`` is make, index or convert.
-The child answers with events: ``progress`` with the ``share`` done, and at last ``done``, with what a
-conversion tells, or ``error``, with ``type``, ``message`` and ``repair``. The kernel kills the child when its
-parent ends.
+The child answers with events: ``progress`` with the ``share`` done, and at last ``done`` or ``error``.
+The kernel kills the child when its parent ends.
 """
 
 import sys
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.checkpoint import staging
 from weighin.child_process import Parent, end_with_parent
-from weighin.errors import CheckpointError
-from weighin.stream.pretrained_library import Selection
+from weighin.stream.pretrained_library import FolderChoice, Selection
 
 _PROGRESS_EVERY_S: Final = 0.1
 
@@ -32,52 +30,65 @@ def main() -> int:
 
 def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     """Make, index or convert a checkpoint; return the fields of the event ``done``."""
-    meter = Meter(parent, request["space"])
-    hooks: dict[str, Any] = {"permit": meter.permit, "progress": meter.wrote}
-    try:
+    space, what, repair = request["space"]
+    with ExitStack() as ending:
+
+        def permit(to_write: int, to_read: int) -> None:
+            """Refuse to write where the disk lacks space; from now on, report the progress."""
+            staging.check_space(Path(space), what, to_write, repair)
+            ending.enter_context(_reporting(parent, to_write + to_read))
+
         if request["verb"] == "convert":
             from weighin.checkpoint.convert import Conversion
 
-            conversion = Conversion.of_request(request["conversion"])
-            meter.rounds += conversion.verify  # every byte is written and then read back
-            return conversion.write(**hooks)
+            fields = dict(request["conversion"])
+            kinds = {"source": Path, "target": Path}
+            fields |= {name: kind(fields[name]) for name, kind in kinds.items()}
+            fields["selection"] = Selection(**fields["selection"])
+            fields["choice"] = FolderChoice(**fields["choice"])
+            return Conversion(**fields).write(permit)
         from weighin.checkpoint import truth  # imports torch
 
-        spec = ModelSpec(**request["model"])
-        hooks |= {"fmt": request["format"], "folder": Path(request["out"])}
+        spec, fmt, folder = ModelSpec(**request["model"]), request["format"], Path(request["out"])
         if request["verb"] == "make":
-            truth.make(spec, seed=request["seed"], **hooks)
+            truth.make(spec, seed=request["seed"], fmt=fmt, folder=folder, permit=permit)
         else:
-            hooks |= {"dtype": request["dtype"], "selection": Selection(**request["selection"])}
-            truth.index(spec, checkpoint=Path(request["checkpoint"]), **hooks)
-    except OSError as error:
-        repair = "check that the folder is writable and has free space"
-        raise CheckpointError(str(error), repair) from error
+            truth.index(
+                spec,
+                checkpoint=Path(request["checkpoint"]),
+                fmt=fmt,
+                folder=folder,
+                dtype=request["dtype"],
+                selection=Selection(**request["selection"]),
+                permit=permit,
+            )
     return {}
 
 
-class Meter:
-    """Refuses to write where the disk lacks space, and reports the progress ten times a second."""
+@contextmanager
+def _reporting(parent: Parent, total_bytes: int) -> Iterator[None]:
+    """Report ten times a second how much of ``total_bytes`` this process has read and written."""
+    ended = threading.Event()
 
-    def __init__(self, parent: Parent, space: Sequence[str]) -> None:
-        self.rounds = 1
-        self._parent, self._space = parent, space
-        self._lock = threading.Lock()
-        self._done = self._total = 0
-        self._reported_s = 0.0
+    def report() -> None:
+        with suppress(OSError):  # a kernel that does not count them
+            before = _moved_bytes()
+            while not ended.wait(_PROGRESS_EVERY_S):
+                share = (_moved_bytes() - before) / max(total_bytes, 1)
+                parent.send("progress", share=min(share, 1.0))
 
-    def permit(self, needed_bytes: int, read_bytes: int = 0) -> None:
-        folder, what, repair = self._space
-        staging.check_space(Path(folder), what, needed_bytes, repair)
-        self._total = needed_bytes * self.rounds + read_bytes
+    thread = threading.Thread(target=report)
+    thread.start()
+    try:
+        yield
+    finally:  # before the last event is sent
+        ended.set()
+        thread.join()
 
-    def wrote(self, size: int) -> None:
-        with self._lock:
-            self._done += size
-            now = time.monotonic()
-            if now - self._reported_s >= _PROGRESS_EVERY_S:
-                self._reported_s = now
-                self._parent.send("progress", share=min(self._done / max(self._total, 1), 1.0))
+
+def _moved_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
 if __name__ == "__main__":

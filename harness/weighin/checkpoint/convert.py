@@ -1,15 +1,13 @@
 """Write a checkpoint in another format or dtype: ``weighin convert``.
 
-``Conversion.run`` starts a child, which calls ``Conversion.write``. The child reads and writes tensors in
-pieces of 16 MiB (of float32); with ``model_keys`` it first loads the whole model. The files grow in a
-hidden folder next to the target and get its name when they are complete, so that a killed child leaves no
-target.
+``Conversion.run`` starts a child, which calls ``Conversion.write``. The files grow in a hidden folder next to
+the target and get its name when they are complete, so that a killed child leaves no target.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,15 +23,15 @@ from weighin.stream import gguf_files as gguf
 from weighin.stream.folders import MAX_SHARD_BYTES
 from weighin.stream.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
 from weighin.stream.quantised import in_checkpoint
-from weighin.stream.slices import Plans, Progress, Slice, TensorPlan, check_converts
+from weighin.stream.slices import Plans, Slice, check_converts
 from weighin.text import first_names, one_line, plain
 from weighin.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import torch
 
-    Source = tuple[Plans, Callable[[str], Iterator[torch.Tensor]], dict[str, Any]]
-    """The tensors to write, the reader of their values, and what to tell the user of the source."""
+    Source = tuple[Plans, Callable[[str], Iterator[torch.Tensor]], int, dict[str, Any]]
+    """The tensors to write, what reads one, the bytes to read, and what to tell the user of the source."""
 
 AUTO: Final = "auto"
 _SUFFIXES: Final = {
@@ -45,26 +43,19 @@ _SUFFIXES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A checkpoint to write, from another checkpoint.
-
-    Attributes:
-        fmt: the name of the format to write; ``AUTO`` for the format of the target's suffix.
-        dtype: torch's name of the new dtype of floating-point tensors; empty keeps their own dtypes.
-        max_shard_bytes: the largest size of one file of a sharded format.
-        verify: whether to read the target back from the disk and compare it with the source.
-        model_keys: whether to write the state dict of the model that ``load_pretrained`` loads.
-        choice: how ``load_pretrained`` loads it.
-    """
+    """A checkpoint to write, from another checkpoint."""
 
     source: Path
     target: Path
     fmt: str = AUTO
-    dtype: str = ""
+    dtype: str = (
+        ""  # torch's name of the new dtype of floating-point tensors; empty keeps their own
+    )
     max_shard_bytes: int = MAX_SHARD_BYTES
-    verify: bool = False
+    verify: bool = False  # read the target back from the disk, and compare it with the source
     selection: Selection = WHOLE
-    model_keys: bool = False
-    choice: FolderChoice = AS_SAVED
+    model_keys: bool = False  # write the state dict of the model that ``load_pretrained`` loads
+    choice: FolderChoice = AS_SAVED  # how it loads this model
 
     def run(self, report: Report, complete: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Convert in a child, and return the fields of ``--json``; call ``complete`` at the end."""
@@ -99,16 +90,6 @@ class Conversion:
             "left_out": done.get("left_out", []),
         }
 
-    @classmethod
-    def of_request(cls, fields: dict[str, Any]) -> "Conversion":
-        kinds = {"source": Path, "target": Path}
-        parts = {"selection": Selection, "choice": FolderChoice}
-        return cls(
-            **fields
-            | {name: kind(fields[name]) for name, kind in kinds.items()}
-            | {name: kind(**fields[name]) for name, kind in parts.items()}
-        )
-
     @property
     def _beside(self) -> str:
         """The beginning of the name of the hidden folder; file systems allow names of 255 bytes."""
@@ -134,7 +115,7 @@ class Conversion:
             )
 
     def write(
-        self, permit: Callable[[int], None] = lambda _: None, progress: Progress | None = None
+        self, permit: Callable[[int, int], None] = lambda _to_write, _to_read: None
     ) -> dict[str, Any]:
         """Convert in this process; return the seconds that the writing took, and what is told of the source."""
         import torch
@@ -146,7 +127,7 @@ class Conversion:
 
         self.check_target()
         map_large_tensors()
-        tensors, source_pieces, told = self._loaded() if self.model_keys else self._read()
+        tensors, source_pieces, to_read, told = self._loaded() if self.model_keys else self._read()
         torch.set_num_threads(1)  # the format's writers run in several threads of their own
         plans = {plan.name: plan for plan in tensors}
         sums: dict[str, dict[str, str]] = {}
@@ -159,15 +140,14 @@ class Conversion:
             return summing(name, converted, numel, dtype, sums, is_kept=True)
 
         stored = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
-        permit(RECORD_BYTES * len(tensors) + stored)
-        fmt, most = format_for(self.target, self.fmt), self.max_shard_bytes
-        started = monotonic()
+        permit(RECORD_BYTES * len(tensors) + stored, to_read + stored * self.verify)
+        fmt, started = format_for(self.target, self.fmt), monotonic()
         with staging.own_folder(self.target.parent, self._beside) as temporary:
             new = temporary / self.target.name
-            write(fmt, new, tensors, pieces, progress, max_shard_bytes=most)
+            write(fmt, new, tensors, pieces, max_shard_bytes=self.max_shard_bytes)
             seconds = monotonic() - started
             if self.verify:
-                _verify(new, tensors, sums, progress)
+                _verify(new, tensors, sums)
             self.check_target()
             rename(new, self.target)
         return {"seconds": seconds} | told
@@ -191,15 +171,16 @@ class Conversion:
                 + (", or add --keys model, to dequantise them" if found.dequantises else ""),
             )
         places = {where.name: where for where in slices}
-        dtype = getattr(torch, self.dtype) if self.dtype else None
+        plans = reader.plans(slices, getattr(torch, self.dtype) if self.dtype else None)
+        to_read = reader.bytes_to_read(slices)
         told = {"quantised": found.as_json() if found else None, "left_out": [*slices.values]}
-        return reader.plans(slices, dtype), lambda name: reader.read_pieces(places[name]), told
+        return plans, lambda name: reader.read_pieces(places[name]), to_read, told
 
     def _loaded(self) -> "Source":
         """Return the tensors of the loaded model, by their names in its state dict."""
         import torch
 
-        from weighin.checkpoint.checksum import pieces_of
+        from weighin.checkpoint import truth
         from weighin.stream.hugging_face import load_pretrained
 
         folder, choice = pretrained_folder.folder_of(self.source), self.choice
@@ -219,7 +200,7 @@ class Conversion:
             if not model_class and pretrained_folder.parts_with_weights(folder):
                 # the transformer alone
                 model_class = pretrained_folder.read_folder(folder, choice).wanted
-        state = load_pretrained(
+        model = load_pretrained(
             folder,
             dtype=dtype or "auto",
             trust_remote_code=choice.trust_remote_code,
@@ -228,23 +209,18 @@ class Conversion:
             key=self.selection.key,
             strip_prefix=self.selection.strip_prefix,
             adapter=choice.adapter,
-        ).state_dict()
-        tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
-        firsts: dict[object, str] = {}
-        plans = []
-        for name, one in tensors.items():
-            place = one.data_ptr(), one.shape, one.stride(), one.dtype
-            first = firsts.setdefault(place, name) if one.numel() else name
-            # transformers dequantises fp8 into bfloat16, whatever the dtype of the model
-            kind = dtype if dtype and one.is_floating_point() else one.dtype
-            plans.append(TensorPlan(name, tuple(one.shape), kind, first if first != name else None))
-        told = {"quantised": None, "left_out": [name for name in state if name not in tensors]}
-        return plans, lambda name: pieces_of(tensors[name].contiguous()), told
+        )
+        described = truth.describe_model(model)
+        plans = [  # transformers dequantises fp8 into bfloat16, whatever the dtype of the model
+            replace(plan, dtype=dtype) if dtype and plan.dtype.is_floating_point else plan
+            for plan in truth.plans(described)
+        ]
+        left_out = [name for name in model.state_dict() if name not in described]
+        told = {"quantised": None, "left_out": left_out}
+        return plans, lambda name: described[name].read(), 0, told
 
 
-def _verify(
-    new: Path, tensors: Plans, sums: Mapping[str, Mapping[str, str]], progress: Progress | None
-) -> None:
+def _verify(new: Path, tensors: Plans, sums: Mapping[str, Mapping[str, str]]) -> None:
     """Read the new checkpoint from the disk, and compare every tensor with the values written."""
     from weighin.checkpoint.reader import checksum_of, plans
     from weighin.stream.write import run_parallel
@@ -252,7 +228,7 @@ def _verify(
     wrong: list[str] = []
 
     def check(where: Slice) -> None:
-        if [checksum_of(where, progress)] != [*sums[where.name].values()]:
+        if [checksum_of(where)] != [*sums[where.name].values()]:
             wrong.append(where.name)
 
     slices, what = formats.read(new), ""

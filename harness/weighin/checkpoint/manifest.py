@@ -51,7 +51,7 @@ class Manifest:
     """All tensors of a model in the order of its state dict, with non-persistent buffers last.
 
     ``source`` is "seed 0", or the path of a user's checkpoint. ``keys`` tells how the file differs from
-    the state dict, such as "48 keys converted"; empty without differences.
+    the state dict, such as "keys converted"; empty without differences.
     """
 
     model: str

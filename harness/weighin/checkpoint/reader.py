@@ -1,7 +1,7 @@
 """Read a tensor's elements from a checkpoint in pieces, in bounded memory."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from math import prod
 from typing import Final
@@ -9,44 +9,45 @@ from typing import Final
 import torch
 
 from weighin.checkpoint.checksum import PIECE_ELEMENTS, RunningChecksum, cut, pieces_of
-from weighin.stream.bytes import PIECE_BYTES, Reader, mapped
-from weighin.stream.slices import Progress, Slice, TensorPlan, ties
+from weighin.stream.bytes import PIECE_BYTES, Disk, Reader
+from weighin.stream.filling import fill
+from weighin.stream.slices import Fill, Slice, TensorPlan, ties
 
 RECORD_BYTES: Final = 4096  # an upper bound of a tensor's header and name in a file
-_COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whole, so one at a time
+_WHOLE: Final = (
+    threading.Lock()
+)  # of the tensors that are in memory as a whole, there is one at a time
 
 
 def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
     """Yield the elements in row-major order, in flat pieces; the next may overwrite the last."""
     if where.nbytes == 0:
         return
-    if where.fill:
-        with _COMPUTING:
-            values = torch.empty(where.shape, dtype=where.dtype)
-            where.fill(values)
-            yield from pieces_of(values)
-    elif where.encoding:
+    if where.encoding and not where.fill:
         from weighin.stream.gguf_files import decoded  # imports numpy
 
         yield from cut(decoded(where, PIECE_ELEMENTS))
-    elif where.parts:
-        yield from cut(_rows(where))
-    elif where.contiguous:
+    elif where.contiguous and not where.parts and not where.fill:
         yield from _contiguous(where)
-    else:  # for example transposed
-        yield from pieces_of(mapped(where))
+    else:  # in several blocks, transposed, or computed
+        with _WHOLE:
+            values = torch.empty(where.shape, dtype=where.dtype)
+            fill([Fill(where, values)], Disk(1))
+            yield from pieces_of(values)
 
 
-def checksum_of(
-    where: Slice, progress: Progress | None = None, dtype: torch.dtype | None = None
-) -> str:
-    """Return the checksum of a tensor, or of its values in ``dtype``; tell ``progress`` the bytes read."""
+def bytes_to_read(slices: Iterable[Slice]) -> int:
+    """Return the size of tensors in their files; tied ones count once."""
+    stored = {one.place: one.storage_bytes if one.encoding else one.nbytes for one in slices}
+    return sum(stored.values())
+
+
+def checksum_of(where: Slice, dtype: torch.dtype | None = None) -> str:
+    """Return the checksum of a tensor, or of its values in ``dtype``."""
     kind = dtype or where.dtype
     running = RunningChecksum(prod(where.shape) * kind.itemsize)
     for piece in read_pieces(where):
         running.update(piece.to(kind))
-        if progress is not None:
-            progress(piece.nbytes)
     return running.hexdigest()
 
 
@@ -66,26 +67,6 @@ def _contiguous(where: Slice) -> Iterator[torch.Tensor]:
             for at in range(0, len(memory), PIECE_BYTES):
                 reader.read(where.file, memory[at : at + PIECE_BYTES], where.offset + start + at)
             yield piece.view(where.dtype)
-
-
-def _rows(where: Slice) -> Iterator[torch.Tensor]:
-    """Yield a tensor's elements from its ``parts``; copy ``PIECE_ELEMENTS`` or a row at a time."""
-    rows = max(1, PIECE_ELEMENTS // max(1, prod(where.shape[1:])))
-    for first in range(0, where.shape[0], rows):
-        last = min(first + rows, where.shape[0])
-        block = torch.empty((last - first, *where.shape[1:]), dtype=where.dtype)
-        for part in where.parts:
-            begin, end = part.start[0], part.start[0] + part.shape[0]
-            low, high = max(first, begin), min(last, end)
-            if low >= high or not part.nbytes:
-                continue
-            place = [slice(low - first, high - first)]
-            place += [
-                slice(at, at + size)
-                for at, size in zip(part.start[1:], part.shape[1:], strict=True)
-            ]
-            block[tuple(place)] = mapped(part)[low - begin : high - begin]
-        yield block.reshape(-1)
 
 
 def plans(slices: Sequence[Slice], dtype: torch.dtype | None = None) -> list[TensorPlan]:

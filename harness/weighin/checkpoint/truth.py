@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -25,7 +26,13 @@ from weighin.checkpoint.checksum import (
     summing,
 )
 from weighin.checkpoint.manifest import Kind, Manifest, TensorEntry
-from weighin.checkpoint.reader import RECORD_BYTES, checksum_of, read_pieces, widest_dtype
+from weighin.checkpoint.reader import (
+    RECORD_BYTES,
+    bytes_to_read,
+    checksum_of,
+    read_pieces,
+    widest_dtype,
+)
 from weighin.errors import CheckpointError, ConfigError
 from weighin.models.pretrained import written_after_load
 from weighin.stream import construct, formats, pretrained_folder
@@ -33,13 +40,13 @@ from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import NOT_MEASURED, lacks, misfit, selecting
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of, module_of
 from weighin.stream.quantised import of_model, refuse_codes
-from weighin.stream.slices import Progress, Slice, TensorPlan, check_converts, dtype_name
+from weighin.stream.slices import Slice, TensorPlan, check_converts, dtype_name
 from weighin.stream.tensors import named_tensors, non_persistent_buffers
 from weighin.stream.write import run_parallel, write
-from weighin.text import one_line, plain
+from weighin.text import plain
 
 Permit = Callable[[int, int], None]
-"""Called before anything is written with upper bounds of the bytes to write, and of those only to read."""
+"""Called before anything is written with upper bounds of the bytes to write, and of those to read."""
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
@@ -55,6 +62,7 @@ class Described:
     shared_with: str | None
     dtype: torch.dtype
     place: object
+    read: Callable[[], Iterator[torch.Tensor]]  # the elements in order, in pieces
     is_kept: bool = False
 
     @property
@@ -66,11 +74,15 @@ class Described:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    def entry(self, checksums: dict[str, str]) -> TensorEntry:
-        size, name = self.tensor.numel() * self.dtype.itemsize, dtype_name(self.dtype)
-        return TensorEntry(
-            self.name, self.shape, name, size, self.kind, self.shared_with, checksums
-        )
+    def pieces(self, sums: Sums) -> Iterator[torch.Tensor]:
+        """Read the elements; ``sums`` then gets their checksums."""
+        numel = self.tensor.numel()
+        return summing(self.name, self.read(), numel, self.dtype, sums, is_kept=self.is_kept)
+
+    def entry(self, sums: dict[str, str], in_file: dict[str, str] | None = None) -> TensorEntry:
+        size, dtype = self.tensor.numel() * self.dtype.itemsize, dtype_name(self.dtype)
+        shared, others = self.shared_with, None if in_file == sums else in_file
+        return TensorEntry(self.name, self.shape, dtype, size, self.kind, shared, sums, others)
 
 
 def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Described]:
@@ -96,10 +108,12 @@ def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Des
             f"builder {builder}: the model has no parameters and no buffers",
             "name a builder whose model has weights: --model package.module:callable",
         )
-    return _described(model, dtype if getattr(model, "keeps_dtypes", False) else None)
+    return describe_model(model, dtype if getattr(model, "keeps_dtypes", False) else None)
 
 
-def _described(model: torch.nn.Module, usual: torch.dtype | None = None) -> dict[str, Described]:
+def describe_model(
+    model: torch.nn.Module, usual: torch.dtype | None = None
+) -> dict[str, Described]:
     """Return the tensors of a model; those of another floating-point dtype than ``usual`` are kept."""
     kinds: dict[str, Kind] = {}
     kinds |= dict.fromkeys(dict(model.named_parameters(remove_duplicate=False)), "parameter")
@@ -109,11 +123,15 @@ def _described(model: torch.nn.Module, usual: torch.dtype | None = None) -> dict
     firsts: dict[int, str] = {}
     described = {}
     for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):  # an extra state
+            continue
         kind, dtype = kinds.get(name, "persistent_buffer"), tensor.dtype
         first = firsts.setdefault(id(tensor), name)
-        shared_with = None if first == name else first
+        shared_with, read = None if first == name else first, partial(pieces_of, tensor)
         is_kept = usual is not None and dtype.is_floating_point and dtype != usual
-        described[name] = Described(name, tensor.detach(), kind, shared_with, dtype, first, is_kept)
+        described[name] = Described(
+            name, tensor.detach(), kind, shared_with, dtype, first, read, is_kept
+        )
     return described
 
 
@@ -125,61 +143,48 @@ def plans(described: Mapping[str, Described]) -> list[TensorPlan]:
     ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Truth:
-    """The tensors of a model by name; ``sums`` gets the checksums of the ``values`` that are read."""
+def _write_tensors(fmt: str, folder: Path, described: Mapping[str, Described], sums: Sums) -> None:
+    target = formats.checkpoint_in(folder, fmt)
+    target.parent.mkdir(exist_ok=True)
+    write(fmt, target, plans(described), lambda name: described[name].pieces(sums))
 
-    spec: ModelSpec
-    described: Mapping[str, Described]
-    values: Callable[[Described], Iterator[torch.Tensor]]
-    sums: Sums
 
-    def write(self, folder: Path, fmt: str, progress: Progress | None) -> None:
-        target = formats.checkpoint_in(folder, fmt)
-        target.parent.mkdir(exist_ok=True)
-        write(fmt, target, plans(self.described), self._pieces, progress)
+def _write_manifest(
+    spec: ModelSpec,
+    source: str,
+    folder: Path,
+    described: Mapping[str, Described],
+    sums: Sums,
+    keys: str = "",
+    in_file: Mapping[str, dict[str, str]] = MappingProxyType({}),
+) -> Manifest:
+    """Read the tensors that ``sums`` lacks, and write the manifest; ``in_file`` as ``file_checksums``."""
 
-    def manifest(
-        self,
-        source: str,
-        folder: Path,
-        keys: str = "",
-        in_file: Sums | None = None,
-        progress: Progress | None = None,
-    ) -> Manifest:
-        """Read the tensors that were not written, and write the manifest."""
-        by_place: dict[object, list[str]] = {}
-        for one in self.described.values():
-            by_place.setdefault(one.place, []).append(one.name)
-        run_parallel(partial(self._read, names, progress) for names in by_place.values())
-        entries = []
-        for one in self.described.values():
-            first, sums = one.shared_with or one.name, self.sums[one.name]
-            if one.is_stored and sums != self.sums[first]:
-                raise CheckpointError(
-                    f"{source}: {one.name!r} and {first!r} are one tensor in the model, but have"
-                    " different values in the file",
-                    "choose the model from which this checkpoint was saved",
-                )
-            read = (in_file or {}).get(first)
-            entries.append(replace(one.entry(sums), file_checksums=None if read == sums else read))
-        manifest = Manifest(self.spec.name, self.spec.builder, source, tuple(entries), keys)
-        manifest.write(folder / "manifest.json")
-        return manifest
+    def read(tied: list[Described]) -> None:
+        known = next((one for one in tied if one.name in sums), tied[0])
+        if known.name not in sums:
+            for _ in known.pieces(sums):
+                pass
+        for one in tied:
+            sums.setdefault(one.name, sums[known.name])
 
-    def _pieces(self, name: str) -> Iterator[torch.Tensor]:
-        one = self.described[name]
-        numel = one.tensor.numel()
-        return summing(name, self.values(one), numel, one.dtype, self.sums, is_kept=one.is_kept)
-
-    def _read(self, names: list[str], progress: Progress | None) -> None:
-        """Read the values of tied tensors, unless they were read under one of their names."""
-        known = next((name for name in names if name in self.sums), names[0])
-        for piece in self._pieces(known) if known not in self.sums else ():
-            if progress is not None:
-                progress(piece.nbytes)
-        for name in names:
-            self.sums.setdefault(name, self.sums[known])
+    by_place: dict[object, list[Described]] = {}
+    for one in described.values():
+        by_place.setdefault(one.place, []).append(one)
+    run_parallel(partial(read, tied) for tied in by_place.values())
+    entries = []
+    for one in described.values():
+        first = one.shared_with or one.name
+        if one.is_stored and sums[one.name] != sums[first]:
+            raise CheckpointError(
+                f"{source}: {one.name!r} and {first!r} are one tensor in the model, but have"
+                " different values in the file",
+                "choose the model from which this checkpoint was saved",
+            )
+        entries.append(one.entry(sums[one.name], in_file.get(first)))
+    manifest = Manifest(spec.name, spec.builder, source, tuple(entries), keys)
+    manifest.write(folder / "manifest.json")
+    return manifest
 
 
 def make(
@@ -189,23 +194,20 @@ def make(
     fmt: str,
     folder: Path,
     permit: Permit = lambda _to_write, _to_read: None,
-    progress: Progress | None = None,
 ) -> Manifest:
     """Write a checkpoint, in the model's published dtype, and its manifest into an empty folder."""
     formats.suffix_of(fmt)  # raises for a format that is not written
     construct.map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     described = describe(spec)
-    tensors = plans(described)
-    permit(sum(RECORD_BYTES + (0 if one.shared_with else one.nbytes) for one in tensors), 0)
-
-    def values(one: Described) -> Iterator[torch.Tensor]:
-        is_drawn = one.kind == "parameter"
-        return parameter_pieces(seed, one.name, one.tensor) if is_drawn else pieces_of(one.tensor)
-
-    truth = _Truth(spec, described, values, _buffer_sums(spec, described))
-    truth.write(folder, fmt, progress)
-    return truth.manifest(f"seed {seed}", folder)
+    stored = [0 if one.shared_with else one.nbytes for one in plans(described)]
+    permit(len(stored) * RECORD_BYTES + sum(stored), 0)
+    for name, one in described.items():
+        if one.kind == "parameter":
+            described[name] = replace(one, read=partial(parameter_pieces, seed, name, one.tensor))
+    sums = _buffer_sums(spec, described)
+    _write_tensors(fmt, folder, described, sums)
+    return _write_manifest(spec, f"seed {seed}", folder, described, sums)
 
 
 def index(
@@ -217,7 +219,6 @@ def index(
     dtype: str = "float32",
     selection: Selection = WHOLE,
     permit: Permit = lambda _to_write, _to_read: None,
-    progress: Progress | None = None,
 ) -> Manifest:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint into ``fmt``, if
     it has another format, or the selected tensors are not all that it holds.
@@ -228,7 +229,7 @@ def index(
     construct.map_large_tensors()
     if library_of(spec.builder) and pretrained_folder.is_pretrained_checkpoint(checkpoint):
         pretrained_folder.refuse_part(checkpoint, selection)
-        return _index_folder(spec, checkpoint, fmt, folder, dtype, permit, progress)
+        return _index_folder(spec, checkpoint, fmt, folder, dtype, permit)
     torch.set_num_threads(1)  # the readers run in several threads of their own
     slices = formats.read(checkpoint, selection)
     check_converts(checkpoint, slices, NOT_MEASURED)
@@ -237,27 +238,22 @@ def index(
     refuse_codes(checkpoint, slices, [*described])
     places = {where.name: where for where in slices}
     _check_fits(checkpoint, spec.name, places, described)
-    if converts:
-        permit(sum(RECORD_BYTES + one.nbytes for one in slices), 0)
-    else:
-        permit(0, sum({one.place: one.nbytes for one in slices}.values()))
+    permit(sum(RECORD_BYTES + one.nbytes for one in slices) * converts, bytes_to_read(slices))
     for name, place in places.items():
-        described[name] = replace(described[name], dtype=place.dtype, place=place.place)
+        described[name] = replace(
+            described[name],
+            dtype=place.dtype,
+            place=place.place,
+            read=partial(read_pieces, place),
+        )
     sums = _buffer_sums(spec, described)
-    truth = _Truth(spec, described, lambda one: read_pieces(places[one.name]), sums)
     if converts:
-        truth.write(folder, fmt, progress)
-    return truth.manifest(str(checkpoint), folder, progress=None if converts else progress)
+        _write_tensors(fmt, folder, described, sums)
+    return _write_manifest(spec, str(checkpoint), folder, described, sums)
 
 
 def _index_folder(
-    spec: ModelSpec,
-    checkpoint: Path,
-    fmt: str,
-    folder: Path,
-    dtype: str,
-    permit: Permit,
-    progress: Progress | None,
+    spec: ModelSpec, checkpoint: Path, fmt: str, folder: Path, dtype: str, permit: Permit
 ) -> Manifest:
     """Write the manifest of what a folder's library loads in ``dtype``, and the state dict as ``fmt``."""
     slices = formats.read(checkpoint)
@@ -269,20 +265,14 @@ def _index_folder(
             "leave --format out",
         )
     sums: Sums = {}
-
-    def values(one: Described) -> Iterator[torch.Tensor]:
-        return pieces_of(one.tensor)
-
     if not in_place:
-        permit(sum(RECORD_BYTES + where.nbytes for where in slices), 0)
+        permit(sum(RECORD_BYTES + where.nbytes for where in slices), 0)  # the library maps files
         wide = torch.float32 if is_gguf else widest_dtype(slices)
-        whole = _Truth(spec, _described(loaded(spec, checkpoint, wide)), values, sums)
-        whole.write(folder, fmt, progress)
-        del whole
+        whole = describe_model(loaded(spec, checkpoint, wide))
+        _write_tensors(fmt, folder, whole, sums)
+        del whole  # before the next load
     model = loaded(spec, checkpoint, getattr(torch, dtype))
-    described = _described(model)
-    if in_place:
-        permit(0, sum(one.tensor.nbytes for one in described.values() if not one.shared_with))
+    described = describe_model(model)
     in_file: Sums = {}
     for name, one in described.items():
         kind, known = dtype_name(one.dtype), sums.pop(name, {})
@@ -291,24 +281,18 @@ def _index_folder(
     if in_place and spec.builder == pretrained_folder.BUILDER and not quantised:
         places = {where.name: where for where in slices}
         for name in written_after_load(model) & places.keys() & described.keys():
-            one = described[name]
-            in_file[name] = {dtype_name(one.dtype): checksum_of(places[name], dtype=one.dtype)}
-    note = f"quantised with {quantised.method}" if quantised else _other_keys(slices, described)
-    truth = _Truth(spec, described, values, sums)
-    shown = progress if in_place else None
-    return truth.manifest(str(checkpoint), folder, "" if is_gguf else note, in_file, shown)
+            kept = described[name].dtype
+            in_file[name] = {dtype_name(kept): checksum_of(places[name], kept)}
+    keys = f"quantised with {quantised.method}" if quantised else _other_keys(slices, described)
+    return _write_manifest(
+        spec, str(checkpoint), folder, described, sums, "" if is_gguf else keys, in_file
+    )
 
 
 def loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
     """Return the model that its library loads; CheckpointError if it fails, or finds weights missing."""
     model: torch.nn.Module
-    try:
-        model, missing = module_of(spec.builder).reference(spec.kwargs, checkpoint, dtype)
-    except ImportError as error:
-        raise CheckpointError(
-            f"{checkpoint}: from_pretrained fails: {one_line(str(error))}",
-            "install the packages that from_pretrained names",
-        ) from error
+    model, missing = module_of(spec.builder).reference(spec.kwargs, checkpoint, dtype)
     if missing:
         raise lacks(checkpoint, missing, type(model).__name__)
     return model
@@ -325,17 +309,14 @@ def _buffer_sums(spec: ModelSpec, described: Mapping[str, Described]) -> Sums:
 
 
 def _other_keys(slices: Sequence[Slice], described: Mapping[str, Described]) -> str:
-    """Count the keys in which the file and the model differ, as a text; empty for none."""
+    """Say that the keys of the file and the model differ, or return an empty string."""
     stored = {where.name for where in slices}
     groups: dict[str, set[str]] = {}
     for one in described.values():
         if one.is_stored:
             groups.setdefault(one.shared_with or one.name, set()).add(one.name)
-    left = len(stored.difference(*groups.values()))
-    computed = sum(not names & stored for names in groups.values())
-    what = "converted, renamed or left out" if left else "computed"
-    count = left or computed
-    return f"{count} key{'s' * (count > 1)} {what}" if count else ""
+    differ = stored.difference(*groups.values()) or any(map(stored.isdisjoint, groups.values()))
+    return "keys converted, renamed, computed or left out" if differ else ""
 
 
 def _check_fits(

@@ -109,7 +109,8 @@ def _inspected(settings: "Settings") -> dict[str, Any]:
 def convert(context: click.Context, typed: dict[str, Any]) -> None:
     """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory.
 
-    With --keys model or --adapter, the whole model is loaded first.
+    A tensor in several parts (of dcp) is held whole. With --keys model or --adapter, the whole model
+    is loaded first.
     """
     from weighin.checkpoint.convert import Conversion, sentence
     from weighin.run import interrupts

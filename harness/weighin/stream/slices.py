@@ -193,9 +193,6 @@ Plans = Sequence[TensorPlan]  # in the state dict's order
 Pieces = Callable[[str], Iterable["torch.Tensor"]]
 """Takes a tensor's name and yields the tensor's elements in order, as contiguous tensors of any sizes."""
 
-Progress = Callable[[int], None]
-"""Called by every writing thread with the number of bytes that it has just written."""
-
 
 def ties(slices: Sequence[Slice]) -> dict[str, str]:
     """Return a dict from each further name of a tied tensor to the tensor's first name."""

@@ -30,7 +30,7 @@ from weighin.stream import folders
 from weighin.stream.folders import DCP_INDEX, INDEX_FIELDS, INDEX_NAME, INDEX_VERSION, file_name
 from weighin.stream.foreign import MOST_HEADER_BYTES
 from weighin.stream.safetensors_files import DTYPES, FORMAT, METADATA, ORDER, PACKED
-from weighin.stream.slices import Pieces, Plans, Progress, TensorPlan, dtype_name
+from weighin.stream.slices import Pieces, Plans, TensorPlan, dtype_name
 from weighin.stream.torch_files import MAGIC, VERSION
 from weighin.text import shown
 
@@ -51,7 +51,6 @@ def write(
     target: Path,
     tensors: Plans,
     pieces: Pieces | None,
-    progress: Progress | None = None,
     *,
     max_shard_bytes: int = folders.MAX_SHARD_BYTES,
 ) -> None:
@@ -66,7 +65,7 @@ def write(
         FormatLimit: there are more tensors than the format, or weighin's reader of it, allows.
         ValueError: the pieces of a tensor together have another size than the tensor.
     """
-    values = _Values(pieces, progress)
+    values = _Values(pieces)
     if fmt in _WRITE:
         _WRITE[fmt](target, tensors, values)
     else:
@@ -92,10 +91,9 @@ class _Hole(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """What ``write`` puts into the holes, and tells its progress."""
+    """What ``write`` puts into the holes."""
 
     pieces: Pieces | None
-    progress: Progress | None
 
     def write(self, path: Path, size: int, fixed: Mapping[int, bytes], holes: list[_Hole]) -> None:
         """Write a new file of ``size`` bytes: the bytes ``fixed`` at their offsets, and the holes."""
@@ -122,8 +120,6 @@ class _Values:
                 _write_all(descriptor, data, hole.start + at)
                 at += len(data)
                 crc = zlib.crc32(data, crc) if hole.crc_places else 0
-                if self.progress is not None:
-                    self.progress(len(data))
                 with lock:
                     unsynced += len(data)
                     if is_due := unsynced >= _SYNC_EVERY_BYTES:
@@ -427,8 +423,6 @@ def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:
             for piece in values.pieces(plan.name) if values.pieces else ():
                 whole.view(-1)[at : at + piece.numel()] = piece.reshape(-1)
                 at += piece.numel()
-                if values.progress is not None:
-                    values.progress(piece.nbytes)
             index = number % 2**16  # two bytes in the file; the strategy does not read them
             writer.write_tensor(index, plan.name, TensorType.STATE_DICT, whole)
     finally:
