@@ -270,11 +270,11 @@ def test_listing_and_clearing(in_process: list[dict[str, Any]], root: Path, tmp_
     cache.ensure(TIED, "per_param")
     (root / "models" / "link-0").symlink_to(kept)
     listed = cache.list_entries()
-    assert {(stored.name, stored.format) for stored in listed} == {
+    assert {(stored["name"], stored["format"]) for stored in listed} == {
         (prepared.manifest_path.parent.name, "pt"),
         (prepared.manifest_path.parent.name, "per_param"),
     }
-    assert all(stored.size_bytes > 0 for stored in listed)
+    assert all(stored["bytes"] > 0 for stored in listed)
     with pytest.raises(UnknownName, match=r"no cached model is called '\.\./kept'"):
         cache.clear("../kept")
     assert len(cache.clear("tied-tiny")) == 2

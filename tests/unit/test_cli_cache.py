@@ -23,7 +23,7 @@ def _cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names() -> list[str]:
-    return sorted(stored.name for stored in cache.list_entries())
+    return sorted(stored["name"] for stored in cache.list_entries())
 
 
 ALL = ["gpt2-tiny-0123abcd", "tied-tiny-0123abcd"]

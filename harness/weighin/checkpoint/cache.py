@@ -1,20 +1,16 @@
 """Provide checkpoints to load; the cache keeps those that weighin generated or converted.
 
-An entry of the cache has the checkpoint of one model in one or more formats, with values that were
-generated from one seed or read from one checkpoint of the user::
+An entry of the cache has the checkpoint of one model in one or more formats::
 
-    $WEIGHIN_CACHE/models/gpt2-xl-1f2e3d4c/   one entry
+    $WEIGHIN_CACHE/models/gpt2-xl-1f2e3d4c/   one entry, for one seed or one checkpoint of the user
         manifest.json     the tensors that the model must have after a load
         pt.json           marker: format pt is complete; its files, their sizes and mtimes
-        pt/model.pt
+        pt/model.pt       read-only, so that no strategy changes it, unless it runs as root
         .making-XXXX/     the folder of a running or killed child
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
     $WEIGHIN_CACHE/plans.sha256    the digests of the plans that weighin wrote (``weighin.plan.start``)
 
-weighin writes a format again if its marker or the manifest is missing or damaged, or if a file's
-size or modification time differs from the marker. The checkpoint files are read-only, so that a
-strategy (code that loads a checkpoint) cannot change them, unless it runs as root. This module runs in
-weighin's own process, which does not import torch; a child writes the checkpoints.
+This module runs in weighin's own process, which does not import torch; a child writes the checkpoints.
 """
 
 import fcntl
@@ -25,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -64,17 +61,6 @@ class Prepared:
         return read_manifest(self.manifest_path)
 
 
-@dataclass(frozen=True, slots=True)
-class CachedCheckpoint:
-    """A checkpoint in the cache; or the manifest of a user's own file, with the ``format`` "index"."""
-
-    name: str
-    format: str
-    size_bytes: int
-    last_used_s: float
-    path: Path
-
-
 def ensure(
     model: ModelSpec,
     fmt: str,
@@ -86,63 +72,57 @@ def ensure(
     progress: Report | None = None,
     python_path: Sequence[str] = (),
 ) -> Prepared:
-    """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
+    """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it, or it was changed.
 
     A user's own ``checkpoint`` is compared with the model at its first use and after a change of the file,
     the model or ``selection``, and is converted as ``truth.index`` tells. ``dtype`` is that of the loads.
     ``python_path`` lists the folders from which a user's builder is imported.
     """
     formats.known(fmt)
-    origin, in_place = _origin(model, dtype, python_path), False
+    in_place = False
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
         in_place = fmt == formats.detect(checkpoint) and not selection
         checkpoint = checkpoint.absolute()  # links stay: config.json is beside the link
         if in_place and library_of(model.builder) is None:
             in_place = formats.read(checkpoint).only_tensors
-        origin.append(str(checkpoint))
-        origin += [f"--key={selection.key}"] if selection.key else []
-        origin += [f"--strip-prefix={selection.strip_prefix}"] if selection.strip_prefix else []
-        for file in [*formats.files(checkpoint), *files_of_adapter(model)]:
-            state = file.stat()
-            origin += [file.name, state.st_size, state.st_mtime_ns]
-    else:
-        origin += [seed, _VALUES]
+    origin = _origin(model, dtype, seed, checkpoint, selection, python_path)
     digits = sha256(json.dumps(origin, sort_keys=True, default=str).encode()).hexdigest()
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", model.name).lstrip(".") or "model"
     entry = staging.folder() / "models" / f"{safe[:100]}-{digits[:8]}"
-    manifest = entry / _MANIFEST
-    used = manifest if in_place else entry / f"{fmt}.json"
+    manifest, marker = entry / _MANIFEST, entry / f"{fmt}.json"
+    used = manifest if in_place else marker
     report = progress or (lambda _text, _share: None)
-    request: dict[str, Any] = {
-        "verb": "index" if checkpoint else "make",
-        "model": asdict(model),
-        "dtype": dtype,
-        "seed": seed,
-        "checkpoint": str(checkpoint),
-        "selection": asdict(selection),
-        "format": fmt,
-        "space": (
-            str(staging.folder()),
-            f"the {fmt} checkpoint of {model.name}",
-            "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
-            " weighin cache clear",
-        ),
-    }
-
-    verb = "reading" if in_place else "converting" if checkpoint else "making"
-    text = f"{verb} the checkpoint of {model.name}"
     waiting = f"waiting for another weighin process that uses {entry.name}"
     with _locked(entry, lambda: report(waiting, None)):
         entry.mkdir(parents=True, exist_ok=True)
         staging.remove_orphans(entry, _TEMPORARY)
         found = used.exists()
-        is_whole = found and _manifest(entry) is not None and (in_place or _is_whole(entry, fmt))
+        is_whole = found and _manifest(entry) is not None
+        if is_whole and not in_place:
+            is_whole = object_in(marker).get("files") == _states(entry / fmt)
         if not is_whole:
+            verb = "reading" if in_place else "converting" if checkpoint else "making"
+            text = f"{verb} the checkpoint of {model.name}"
             report(text, None)
             try:
                 with staging.own_folder(entry, _TEMPORARY) as temporary:
-                    request["out"] = str(temporary)
+                    request = {
+                        "verb": "index" if checkpoint else "make",
+                        "model": asdict(model),
+                        "dtype": dtype,
+                        "seed": seed,
+                        "checkpoint": str(checkpoint),
+                        "selection": asdict(selection),
+                        "format": fmt,
+                        "out": str(temporary),
+                        "space": (
+                            str(staging.folder()),
+                            f"the {fmt} checkpoint of {model.name}",
+                            "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or"
+                            " empty the cache: weighin cache clear",
+                        ),
+                    }
                     run_child(request, report=partial(report, text), python_path=python_path)
                     _publish(entry, temporary, "" if in_place else fmt)
             except BaseException:
@@ -156,17 +136,31 @@ def ensure(
     return Prepared(path, manifest, fmt, not is_whole, in_place, warnings)
 
 
-def _origin(model: ModelSpec, dtype: str, python_path: Sequence[str]) -> list[object]:
-    """Return what determines the tensors' values, except for the seed or the user's files."""
+def _origin(
+    model: ModelSpec,
+    dtype: str,
+    seed: int,
+    checkpoint: Path | None,
+    selection: Selection,
+    python_path: Sequence[str],
+) -> list[object]:
+    """Return what determines the tensors' values."""
     origin: list[object] = [model.builder, model.kwargs]
-    library = library_of(model.builder)
     if not user_code.is_ours(model.builder):
         if code := user_code.file_of(model.builder, python_path):
             origin += [str(code), digest(code.parent if code.name == "__init__.py" else code)]
         origin += registry.versions(["torch", "transformers"]).items()
-    elif library:
+    elif library := library_of(model.builder):
         names = ["torch", library.name, *_DECIDING]
         origin += [dtype, *registry.versions(names).items()]
+    if checkpoint is None:
+        return [*origin, seed, _VALUES]
+    origin.append(str(checkpoint))
+    origin += [f"--key={selection.key}"] if selection.key else []
+    origin += [f"--strip-prefix={selection.strip_prefix}"] if selection.strip_prefix else []
+    for file in [*formats.files(checkpoint), *files_of_adapter(model)]:
+        state = file.stat()
+        origin += [file.name, state.st_size, state.st_mtime_ns]
     return origin
 
 
@@ -197,10 +191,6 @@ def write_marker(entry: Path, fmt: str) -> None:
         file.chmod(0o444)
     marker = {"format": fmt, "files": _states(entry / fmt)}
     write_text(entry / f"{fmt}.json", json.dumps(marker))
-
-
-def _is_whole(entry: Path, fmt: str) -> bool:
-    return object_in(entry / f"{fmt}.json").get("files") == _states(entry / fmt)
 
 
 def _states(folder: Path) -> dict[str, list[int]]:
@@ -238,15 +228,18 @@ def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
         os.close(descriptor)
 
 
-def list_entries(name: str | None = None) -> list[CachedCheckpoint]:
-    """Return the checkpoints of the cache, or of a model or entry ``name``, the last used first."""
+def list_entries(name: str | None = None) -> list[dict[str, Any]]:
+    """Return the checkpoints of the cache, or of a model or entry ``name``, the last used first, as ``--json`` does.
+
+    The manifest of a user's own file has the format "index".
+    """
     found = [stored for entry in _entries(name) for stored in _checkpoints(entry)]
-    return sorted(found, key=lambda stored: stored.last_used_s, reverse=True)
+    return sorted(found, key=lambda stored: str(stored["last_used"]), reverse=True)
 
 
-def clear(name: str | None = None) -> list[CachedCheckpoint]:
+def clear(name: str | None = None) -> list[dict[str, Any]]:
     """Remove what ``list_entries`` lists, and return it; wait for children that are writing there."""
-    removed: list[CachedCheckpoint] = []
+    removed: list[dict[str, Any]] = []
     for entry in _entries(name):
         with _locked(entry, lambda: None):
             removed += _checkpoints(entry)
@@ -271,11 +264,15 @@ def _markers(entry: Path) -> list[Path]:
     return [path for path in sorted(entry.glob("*.json")) if path.name != _MANIFEST]
 
 
-def _checkpoints(entry: Path) -> Iterator[CachedCheckpoint]:
-    markers = _markers(entry)
-    for marker in markers:
-        files = entry / marker.stem
-        size = sum(size for size, _ in _states(files).values())
-        yield CachedCheckpoint(entry.name, marker.stem, size, marker.stat().st_mtime, files)
-    if not markers and (manifest := entry / _MANIFEST).is_file():
-        yield CachedCheckpoint(entry.name, "index", 0, manifest.stat().st_mtime, manifest)
+def _checkpoints(entry: Path) -> Iterator[dict[str, Any]]:
+    manifest = entry / _MANIFEST
+    for marker in _markers(entry) or ([manifest] if manifest.is_file() else []):
+        files = manifest if marker == manifest else entry / marker.stem
+        used = datetime.fromtimestamp(marker.stat().st_mtime, UTC)
+        yield {
+            "name": entry.name,
+            "format": "index" if marker == manifest else marker.stem,
+            "bytes": sum(size for size, _ in _states(files).values()),
+            "last_used": used.isoformat(timespec="seconds"),
+            "path": str(files),
+        }

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +14,6 @@ from weighin.errors import ConfigError, UnknownName
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
-    from weighin.checkpoint.cache import CachedCheckpoint
     from weighin.settings.definition import Settings
     from weighin.show.table import Table
 
@@ -161,7 +160,7 @@ def cache_list(_: click.Context, typed: dict[str, Any]) -> None:
     from weighin.checkpoint import cache, staging
 
     stored = cache.list_entries()
-    document = {"folder": str(staging.folder()), "checkpoints": _described(stored)}
+    document = {"folder": str(staging.folder()), "checkpoints": stored}
     _console.deliver(
         typed["json"], document, f"checkpoints in {staging.folder()}", _table(stored), folds=False
     )
@@ -186,7 +185,7 @@ def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
 
     model = typed["model"]
     chosen = cache.list_entries(model)
-    size = format_bytes(sum(one.size_bytes for one in chosen))
+    size = format_bytes(sum(one["bytes"] for one in chosen))
     counted = f"{len(chosen)} checkpoint{'s' * (len(chosen) != 1)}"
     if chosen and not typed["yes"]:
         if not sys.stdin.isatty():
@@ -201,9 +200,9 @@ def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
             _console.note("nothing was deleted")
             context.exit(DECLINED_EXIT)
     removed = cache.clear(model) if chosen else []
-    freed = sum(one.size_bytes for one in removed)
+    freed = sum(one["bytes"] for one in removed)
     text = f"deleted {counted}, freed {format_bytes(freed)}"
-    _console.deliver(typed["json"], {"freed_bytes": freed, "deleted": _described(removed)}, text)
+    _console.deliver(typed["json"], {"freed_bytes": freed, "deleted": removed}, text)
 
 
 cache = Verbs(
@@ -215,25 +214,12 @@ cache = Verbs(
 )
 
 
-def _table(stored: "Sequence[CachedCheckpoint]") -> "Table":
+def _table(stored: Sequence[dict[str, Any]]) -> "Table":
     from weighin.show.table import Column, Table
 
     heads = ("model", "format", "size", "last used")
     rows = []
     for one in stored:
-        used = datetime.fromtimestamp(one.last_used_s).strftime("%Y-%m-%d %H:%M")
-        rows.append([one.name, one.format, format_bytes(one.size_bytes), used])
+        used = datetime.fromisoformat(one["last_used"]).astimezone().strftime("%Y-%m-%d %H:%M")
+        rows.append([one["name"], one["format"], format_bytes(one["bytes"]), used])
     return Table("", [Column(head, is_name=head != "size") for head in heads], rows)
-
-
-def _described(stored: "Sequence[CachedCheckpoint]") -> list[dict[str, Any]]:
-    return [
-        {
-            "name": one.name,
-            "format": one.format,
-            "bytes": one.size_bytes,
-            "last_used": datetime.fromtimestamp(one.last_used_s, UTC).isoformat(timespec="seconds"),
-            "path": str(one.path),
-        }
-        for one in stored
-    ]
