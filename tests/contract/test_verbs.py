@@ -84,11 +84,9 @@ def test_what_is_listed(kind: str, tmp_path: Path, same: Compare) -> None:
     same(f"verbs/list-{kind}.txt", outside.flat(document))
 
 
-@pytest.mark.parametrize("order", ["file", "name", "size"])
-def test_the_tensors_of_a_checkpoint(order: str, place: Path, same: Compare) -> None:
-    words = ("model.safetensors", "--sort", order)
-    printed = weighin(place, "inspect", *words, "--json", "-")
-    same(f"verbs/inspect-{order}.txt", outside.flat(printed.data))
+def test_the_tensors_of_a_checkpoint(place: Path, same: Compare) -> None:
+    printed = weighin(place, "inspect", "model.safetensors", "--json", "-")
+    same("verbs/inspect.txt", outside.flat(printed.data))
 
 
 def test_a_converted_checkpoint(place: Path, same: Compare) -> None:

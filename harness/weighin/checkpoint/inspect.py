@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from weighin.errors import UnknownName
 from weighin.files import object_in
 from weighin.show.table import Column, Entry, Table
 from weighin.stream import formats, quantised
@@ -26,62 +25,75 @@ from weighin.units import format_bytes
 Document = dict[str, Any]
 """The content of ``--json``."""
 
-SORTS: Final = ("file", "name", "size")
 _SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
 _SHOWN_FILES: Final = 5
 
 
-class _Footprint(NamedTuple):
-    """The bytes of tensors (tied ones count once), of the storages that ``torch.save`` writes and ``torch.load`` reads
-    whole, and of their used part; and the tensors with ``repeated`` elements.
-    """
-
-    tensor_bytes: int
-    storage_bytes: int
-    used_bytes: int
-    repeated: list[str]
-
-
-def _footprint(slices: Sequence[Slice]) -> _Footprint:
-    tied = ties(slices)
+def _storages(slices: Sequence[Slice]) -> tuple[int, int]:
+    """Return the bytes of the storages that ``torch.save`` writes whole, and of the part that tensors use."""
     sizes: dict[tuple[Path, int], int] = {}
     spans: dict[tuple[Path, int], list[tuple[int, int]]] = {}  # from where to where tensors lie
-    repeated = []
     for one in chain.from_iterable(one.parts or [one] for one in slices):
-        reach = one.span * ITEM_BYTES[one.dtype_name]
         if one.storage_bytes:
-            storage = one.file, one.storage_offset
+            storage, end = (one.file, one.storage_offset), one.offset + _reach(one)
             sizes[storage] = max(sizes.get(storage, 0), one.storage_bytes)
-            spans.setdefault(storage, []).append((one.offset, one.offset + reach))
-        if one.nbytes > reach:
-            repeated.append(one.name)
+            spans.setdefault(storage, []).append((one.offset, end))
     used_bytes = 0
     for inside in spans.values():
         reached = 0
         for start, end in sorted(inside):
             used_bytes += max(0, end - max(start, reached))
             reached = max(reached, end)
-    tensor_bytes = sum(one.nbytes for one in slices if one.name not in tied)
-    return _Footprint(tensor_bytes, sum(sizes.values()), used_bytes, repeated)
+    return sum(sizes.values()), used_bytes
+
+
+def _reach(one: Slice) -> int:
+    return one.span * ITEM_BYTES[one.dtype_name]
 
 
 @remembering()
 def inspect(path: Path, selection: Selection = WHOLE) -> Document:
     """Describe a checkpoint of any format, as ``--json`` does."""
     slices = formats.read(path, selection)
-    layout, root = slices.format, _root(path)
     formats.refuse_empty(path, slices)
-    tensors = [*_tensors(root, slices)]
-    files = [{"name": _relative(file, root), "bytes": file.stat().st_size} for file in slices.files]
+    layout, root = slices.format, path if path.is_dir() else path.parent
+    names = {
+        file: str(file.relative_to(root)) if file.is_relative_to(root) else str(file)
+        for file in {*slices.files, *(one.file for one in slices)}
+    }
+    files = [{"name": names[file], "bytes": file.stat().st_size} for file in slices.files]
+    tied = ties(slices)
+    firsts: dict[tuple[Path, int], str] = {}
+    tensors: list[Document] = []
+    for place in slices:
+        first = place.name
+        if place.storage_bytes:  # the offset of an empty storage means nothing
+            first = firsts.setdefault((place.file, place.storage_offset), place.name)
+        tensors.append(
+            {
+                "name": place.name,
+                "shape": place.shape,
+                "dtype": place.dtype_name,
+                "bytes": place.nbytes,
+                "file": names[place.file],
+                "offset": place.offset,
+                "shared_with": first if first != place.name else None,
+                "tied_to": tied.get(place.name),
+                "contiguous": place.contiguous,
+                "encoding": place.encoding or None,
+                "stored_bytes": place.storage_bytes if place.encoding else place.nbytes,
+            }
+        )
     once = [tensor for tensor in tensors if tensor["tied_to"] is None]
-    sized, sizes = _footprint(slices), {tensor["name"]: tensor["bytes"] for tensor in once}
-    in_place = sized if not selection and slices.only_tensors else None
+    sizes = {tensor["name"]: tensor["bytes"] for tensor in once}
+    storages = storage_bytes, used_bytes = _storages(slices)
     library = library_in(object_in(root / CONFIG)).name if is_pretrained(root) else ""
     usable = [
         info
         for info in registry.strategies().values()
         if not info.needs_adapter and info.pretrained in ("", library)
     ]
+    in_place = storages if not selection and slices.only_tensors else None
     found = quantised.in_checkpoint(path, slices)
     return {
         "path": str(path),
@@ -93,8 +105,8 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Document:
             "shared": sum(tensor["shared_with"] is not None for tensor in tensors),
             "numbers": sum(prod(tensor["shape"]) for tensor in once),
             "bytes": sum(sizes.values()),
-            "storage_bytes": sized.storage_bytes,
-            "unused_bytes": sized.storage_bytes - sized.used_bytes,
+            "storage_bytes": storage_bytes,
+            "unused_bytes": storage_bytes - used_bytes,
             "stored_bytes": sum(tensor["stored_bytes"] for tensor in once),
             "file_bytes": sum(file["bytes"] for file in files),
             "largest": max(tensors, key=lambda tensor: tensor["bytes"])["name"],
@@ -106,7 +118,7 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Document:
         "expected": [*expected(usable, layout, sizes, in_place)],
         "quantised": found.as_json() if found else None,
         "adapter": adapter_note(root) or None,
-        "notes": [*_notes(path, sized, slices, found)],
+        "notes": [*_notes(path, root, slices, storages, sum(sizes.values()), found)],
     }
 
 
@@ -114,13 +126,9 @@ def expected(
     strategies: Iterable[StrategyInfo],
     layout: str,
     sizes: dict[str, int],
-    storages: _Footprint | None = None,
+    storages: tuple[int, int] | None = None,  # None: of converted files, without unused bytes
 ) -> Iterator[Document]:
-    """Yield the expected memory, by its constant PEAK, of each strategy that loads in one process.
-
-    ``anonymous_bytes`` leaves out ``import torch``. ``sizes`` are bytes by name, with one name for tied
-    tensors; ``storages`` is None if the strategies load converted files, without unused bytes.
-    """
+    """Yield the expected memory, by its constant PEAK, of each strategy that loads in one process."""
     total, largest = sum(sizes.values()), max(sizes.values(), default=0)
     layers: Counter[str] = Counter()
     for name, size in sizes.items():
@@ -135,14 +143,13 @@ def expected(
         if info.shares_load:
             continue
         is_read = layout in info.formats
-        in_file = storages if is_read else None
-        memory["storages"] = in_file.storage_bytes if in_file else total
+        memory["storages"], used_bytes = (storages if is_read else None) or (total, total)
         anonymous = mapped = None
         if info.peak:
             of_format = info.formats.index(layout) if is_read and len(info.peak) > 1 else 0
             words = info.peak[of_format].split(" + ")
             anonymous = sum(memory[word] for word in words if word != "mapped")
-            mapped = (in_file.used_bytes if in_file else total) * ("mapped" in words)
+            mapped = used_bytes * ("mapped" in words)
         yield {
             "strategy": info.name,
             "layouts": info.formats,
@@ -151,55 +158,32 @@ def expected(
         }
 
 
-def _root(path: Path) -> Path:
-    return path if path.is_dir() else path.parent
-
-
-def _tensors(root: Path, slices: Sequence[Slice]) -> Iterator[Document]:
-    tied = ties(slices)
-    firsts: dict[tuple[Path, int], str] = {}
-    for place in slices:
-        first = place.name
-        if place.storage_bytes:  # the offset of an empty storage means nothing
-            first = firsts.setdefault((place.file, place.storage_offset), place.name)
-        yield {
-            "name": place.name,
-            "shape": place.shape,
-            "dtype": place.dtype_name,
-            "bytes": place.nbytes,
-            "file": _relative(place.file, root),
-            "offset": place.offset,
-            "shared_with": first if first != place.name else None,
-            "tied_to": tied.get(place.name),
-            "contiguous": place.contiguous,
-            "encoding": place.encoding or None,
-            "stored_bytes": place.storage_bytes if place.encoding else place.nbytes,
-        }
-
-
-def _relative(file: Path, root: Path) -> str:
-    return str(file.relative_to(root)) if file.is_relative_to(root) else str(file)
-
-
 def _notes(
-    path: Path, sized: _Footprint, slices: Checkpoint, found: quantised.Quantised | None
+    path: Path,
+    root: Path,
+    slices: Checkpoint,
+    storages: tuple[int, int],
+    model_bytes: int,
+    found: quantised.Quantised | None,
 ) -> Iterator[str]:
     """Yield what distinguishes the checkpoint from a plain dict of tensors."""
-    if unused_bytes := sized.storage_bytes - sized.used_bytes:
+    storage_bytes, used_bytes = storages
+    if storage_bytes > used_bytes:
         yield (
-            f"{format_bytes(unused_bytes)} of the files belong to no tensor, and torch.load reads them"
+            f"{format_bytes(storage_bytes - used_bytes)} of the files belong to no tensor, and torch.load reads them"
             " too: torch.save writes the whole storage of a slice. Write the tensors alone: weighin convert"
             f" {one_line(str(path))} NEW.safetensors; or save slice.clone()"
         )
-    if sized.repeated:
+    blocks = chain.from_iterable(one.parts or [one] for one in slices)
+    if repeated := [plain(one.name) for one in blocks if one.nbytes > _reach(one)]:
         yield (
-            f"repeated (expanded) elements: {first_names(map(plain, sized.repeated))}; the storages have"
-            f" {format_bytes(sized.storage_bytes)}, a model has {format_bytes(sized.tensor_bytes)}"
+            f"repeated (expanded) elements: {first_names(repeated)}; the storages have"
+            f" {format_bytes(storage_bytes)}, a model has {format_bytes(model_bytes)}"
         )
     if slices.values:
         kinds = (f"{plain(name)} ({type_name(value)})" for name, value in slices.values.items())
         yield f"left out, because they are no tensors: {one_line(first_names(kinds))}"
-    if adapter := adapter_note(_root(path)):
+    if adapter := adapter_note(root):
         yield adapter
     if found:
         yield found.summary
@@ -213,16 +197,9 @@ def _notes(
             )
 
 
-def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> list[Table | str]:
-    """Return what ``weighin inspect`` prints for a checkpoint; UnknownName: ``sort`` is not one of SORTS."""
-    layout, totals = found["layout"], found["totals"]
-    if sort not in SORTS:
-        raise UnknownName("order of tensors", sort, SORTS)
-    tensors = list(found["tensors"])
-    if sort == "name":
-        tensors.sort(key=lambda one: str(one["name"]))
-    elif sort == "size":
-        tensors.sort(key=lambda one: -int(one["bytes"]))
+def tables(found: Document, *, show_all: bool = False) -> list[Table | str]:
+    """Return what ``weighin inspect`` prints for a checkpoint."""
+    layout, totals, tensors = found["layout"], found["totals"], found["tensors"]
     shared = f" ({totals['shared']} sharing a storage with another)" if totals["shared"] else ""
     lines = [
         f"{one_line(found['path'])}: format {layout}, {totals['tensors']} tensors{shared},"
@@ -255,21 +232,19 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
 
 
 def _tensor_table(tensors: list[Document], *, show_all: bool) -> Table:
-    texts: dict[str, Callable[[Document], str]] = {
-        "tensor": lambda one: one_line(one["name"], 100),
-        "shape": lambda one: " x ".join(map(str, one["shape"])) or "scalar",
-        "dtype": lambda one: one["encoding"] or one["dtype"],
-        "size": lambda one: format_bytes(one["stored_bytes"]),
-        "dequantised": lambda one: format_bytes(one["bytes"]) if one["encoding"] else "",
-        "offset": lambda one: f"{one['offset']:,}",
-        "shared with": lambda one: one_line(one["shared_with"] or "", 100),
-    }
-    texts = {title: text for title, text in texts.items() if any(map(text, tensors))}
-    names = ("tensor", "shape", "dtype", "shared with")
-    columns = [Column(title, is_name=title in names) for title in texts]
-    rows: list[list[Entry | str]] = [[text(one) for text in texts.values()] for one in tensors]
+    texts: list[tuple[Column, Callable[[Document], str]]] = [
+        (Column("tensor", is_name=True), lambda one: one_line(one["name"], 100)),
+        (Column("shape", is_name=True), lambda one: " x ".join(map(str, one["shape"])) or "scalar"),
+        (Column("dtype", is_name=True), lambda one: one["encoding"] or one["dtype"]),
+        (Column("size"), lambda one: format_bytes(one["stored_bytes"])),
+        (Column("dequantised"), lambda one: format_bytes(one["bytes"]) if one["encoding"] else ""),
+        (Column("offset"), lambda one: f"{one['offset']:,}"),
+        (Column("shared with", is_name=True), lambda one: one_line(one["shared_with"] or "", 100)),
+    ]
+    texts = [(column, text) for column, text in texts if any(map(text, tensors))]
+    rows: list[list[Entry | str]] = [[text(one) for _, text in texts] for one in tensors]
     if not show_all and (left_out := len(tensors) - _SHOWN_ROWS) > 0:
         more = Entry(f"... {left_out:,} more (--all)", kind="dim")
         half = _SHOWN_ROWS // 2
-        rows[half : half + left_out] = [[more, *[""] * (len(columns) - 1)]]
-    return Table("", columns, rows)
+        rows[half : half + left_out] = [[more, *[""] * (len(texts) - 1)]]
+    return Table("", [column for column, _ in texts], rows)

@@ -43,7 +43,7 @@ def parameters(
 ) -> list[click.Parameter]:
     """Return arguments and options, whose help is the value of a line, from what the help shows.
 
-    "--sort ORDER" is an option, "--all" a flag, RUN an argument, [RUN] one that may be missing, and
+    "--dtype DTYPE" is an option, "--all" a flag, RUN an argument, [RUN] one that may be missing, and
     "..." after any of them makes it repeatable. The words in ``_PATHS`` stand for paths.
     """
     found: list[click.Parameter] = []

@@ -22,18 +22,12 @@ DECLINED_EXIT = 1
 
 @verb(
     _options.MODEL,
-    *parameters(
-        {
-            "--sort ORDER": "The order of the tensors: file (as in the file), name or size.",
-            "--all": "Show every tensor of a long list.",
-        },
-        sort="file",
-    ),
+    *parameters({"--all": "Show every tensor of a long list."}),
     *_options.settings("inspect"),
     _options.JSON,
     examples={
         "Show the tensors of a checkpoint and their sizes": "weighin inspect model.pt",
-        "Show all tensors of a folder, the largest first": "weighin inspect shards --sort size --all",
+        "Show all tensors of a folder": "weighin inspect shards --all",
         "Show the entry 'model' of a training checkpoint": "weighin inspect training.pt --key model",
     },
 )
@@ -48,7 +42,7 @@ def inspect(context: click.Context, typed: dict[str, Any]) -> None:
 
     with remembering():  # the notes are of the headers that inspect reads
         document = _inspected(_options.read(context))
-    parts = inspecting.tables(document, sort=typed["sort"], show_all=typed["all"])
+    parts = inspecting.tables(document, show_all=typed["all"])
     _console.deliver(typed["json"], document, *parts, folds=False)
 
 
