@@ -164,11 +164,13 @@ def ask(
         return event, ""
 
 
-def error_in(event: Mapping[str, Any]) -> Exception:
-    """Return the HarnessError that a child sent by ``Parent.answer``."""
+def fields_of(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a child's event; raise the HarnessError that it sent by ``Parent.answer``."""
     from weighin import errors  # imported here, because a measured process needs none
 
-    return getattr(errors, event["type"])(event["message"], event["repair"])  # type: ignore[no-any-return]
+    if event["event"] == "error":
+        raise getattr(errors, event["type"])(event["message"], event["repair"])
+    return {name: value for name, value in event.items() if name != "event"}
 
 
 class Parent(Channel):

@@ -29,11 +29,10 @@ def run_child(
         child.send("request", **request)
         while (event := child.receive()) and event["event"] == "progress":
             report(event["share"])
-        if event and event["event"] == "error":
-            raise child_process.error_in(event)
+        done = child_process.fields_of(event) if event else None
         code = child.wait()
-        if event:
-            return event
+        if done is not None:
+            return done
         lines = child_process.printed_lines(child.printed)[-_LAST_LINES:]
     end, repair = f"ended with exit code {code}", "if the model's builder raised this, correct it"
     if code < 0:

@@ -72,9 +72,7 @@ def _ask(path: Path, **choices: dict[str, Any]) -> dict[str, Any]:
         what = f"{path}: the process that asks transformers for the model's class failed"
         repair = f"install transformers again: {install.command('hf')}"
         raise CheckpointError(f"{what}: {one_line(why)}", repair)
-    if answer["event"] == "error":
-        raise child_process.error_in(answer)
-    return {name: value for name, value in answer.items() if name != "event"}
+    return child_process.fields_of(answer)
 
 
 def main() -> None:
