@@ -12,10 +12,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import convert
+
 from weighin.cell import ModelSpec
 from weighin.checkpoint import staging
 from weighin.child_process import Parent, end_with_parent
-from weighin.stream.pretrained_library import FolderChoice, Selection
+from weighin.stream.pretrained_library import Selection
 
 _PROGRESS_EVERY_S: Final = 0.1
 
@@ -41,27 +43,19 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
         if request["verb"] == "convert":
             from weighin.checkpoint.convert import Conversion
 
-            fields = dict(request["conversion"])
-            kinds = {"source": Path, "target": Path}
-            fields |= {name: kind(fields[name]) for name, kind in kinds.items()}
-            fields["selection"] = Selection(**fields["selection"])
-            fields["choice"] = FolderChoice(**fields["choice"])
-            return Conversion(**fields).write(permit)
+            conversion = request["conversion"]
+            return convert(conversion, Conversion, dec_hook=lambda kind, text: kind(text)).write(
+                permit
+            )
         from weighin.checkpoint import truth  # imports torch
 
-        spec, fmt, folder = ModelSpec(**request["model"]), request["format"], Path(request["out"])
+        spec = ModelSpec(**request["model"])
+        options = {"fmt": request["format"], "folder": Path(request["out"]), "permit": permit}
         if request["verb"] == "make":
-            truth.make(spec, seed=request["seed"], fmt=fmt, folder=folder, permit=permit)
+            truth.make(spec, seed=request["seed"], **options)
         else:
-            truth.index(
-                spec,
-                checkpoint=Path(request["checkpoint"]),
-                fmt=fmt,
-                folder=folder,
-                dtype=request["dtype"],
-                selection=Selection(**request["selection"]),
-                permit=permit,
-            )
+            options |= {"dtype": request["dtype"], "selection": Selection(**request["selection"])}
+            truth.index(spec, checkpoint=Path(request["checkpoint"]), **options)
     return {}
 
 

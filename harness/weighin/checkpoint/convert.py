@@ -7,12 +7,14 @@ the target and get its name when they are complete, so that a killed child leave
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import to_builtins
 
 from weighin.checkpoint import staging
 from weighin.checkpoint.child import Report, run_child
@@ -60,18 +62,17 @@ class Conversion:
     def run(self, report: Report, complete: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Convert in a child, and return the fields of ``--json``; call ``complete`` at the end."""
         source_format = formats.detect(self.source)
-        request = asdict(self) | {
-            "source": str(self.source),
-            "target": str(self.target),
-            "fmt": format_for(self.target, self.fmt),
+        chosen = replace(self, fmt=format_for(self.target, self.fmt))
+        request = {
+            "verb": "convert",
+            "conversion": to_builtins(chosen, enc_hook=str),
+            "space": (str(self.target.parent), str(self.target), "name a target on another disk"),
         }
-        space = str(self.target.parent), str(self.target), "name a target on another disk"
         done: dict[str, Any] = {}
         started = monotonic()
         try:
             done = run_child(
-                {"verb": "convert", "conversion": request, "space": space},
-                report=partial(report, f"{self.source.name} to {self.target.name}"),
+                request, report=partial(report, f"{self.source.name} to {self.target.name}")
             )
             complete()
         except BaseException as error:

@@ -35,7 +35,10 @@ def _storages(slices: Sequence[Slice]) -> tuple[int, int]:
     spans: dict[tuple[Path, int], list[tuple[int, int]]] = {}  # from where to where tensors lie
     for one in chain.from_iterable(one.parts or [one] for one in slices):
         if one.storage_bytes:
-            storage, end = (one.file, one.storage_offset), one.offset + _reach(one)
+            storage, end = (
+                (one.file, one.storage_offset),
+                one.offset + one.span * ITEM_BYTES[one.dtype_name],
+            )
             sizes[storage] = max(sizes.get(storage, 0), one.storage_bytes)
             spans.setdefault(storage, []).append((one.offset, end))
     used_bytes = 0
@@ -45,10 +48,6 @@ def _storages(slices: Sequence[Slice]) -> tuple[int, int]:
             used_bytes += max(0, end - max(start, reached))
             reached = max(reached, end)
     return sum(sizes.values()), used_bytes
-
-
-def _reach(one: Slice) -> int:
-    return one.span * ITEM_BYTES[one.dtype_name]
 
 
 @remembering()
@@ -118,7 +117,7 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Document:
         "expected": [*expected(usable, layout, sizes, in_place)],
         "quantised": found.as_json() if found else None,
         "adapter": adapter_note(root) or None,
-        "notes": [*_notes(path, root, slices, storages, sum(sizes.values()), found)],
+        "notes": [*_notes(path, root, slices, storages, found)],
     }
 
 
@@ -163,7 +162,6 @@ def _notes(
     root: Path,
     slices: Checkpoint,
     storages: tuple[int, int],
-    model_bytes: int,
     found: quantised.Quantised | None,
 ) -> Iterator[str]:
     """Yield what distinguishes the checkpoint from a plain dict of tensors."""
@@ -173,12 +171,6 @@ def _notes(
             f"{format_bytes(storage_bytes - used_bytes)} of the files belong to no tensor, and torch.load reads them"
             " too: torch.save writes the whole storage of a slice. Write the tensors alone: weighin convert"
             f" {one_line(str(path))} NEW.safetensors; or save slice.clone()"
-        )
-    blocks = chain.from_iterable(one.parts or [one] for one in slices)
-    if repeated := [plain(one.name) for one in blocks if one.nbytes > _reach(one)]:
-        yield (
-            f"repeated (expanded) elements: {first_names(repeated)}; the storages have"
-            f" {format_bytes(storage_bytes)}, a model has {format_bytes(model_bytes)}"
         )
     if slices.values:
         kinds = (f"{plain(name)} ({type_name(value)})" for name, value in slices.values.items())

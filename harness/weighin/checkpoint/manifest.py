@@ -1,7 +1,4 @@
-"""Read and write manifests: the name, shape, dtype and checksums of each tensor of a loaded model.
-
-The module does not import torch, so that weighin's own process can read manifests, too.
-"""
+"""Read and write manifests, without torch: name, shape, dtype and checksums of a loaded model's tensors."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -48,17 +45,13 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All tensors of a model in the order of its state dict, with non-persistent buffers last.
-
-    ``source`` is "seed 0", or the path of a user's checkpoint. ``keys`` tells how the file differs from
-    the state dict, such as "keys converted"; empty without differences.
-    """
+    """All tensors of a model in the order of its state dict, with non-persistent buffers last."""
 
     model: str
     builder: str
-    source: str
+    source: str  # "seed 0", or the path of a user's checkpoint
     tensors: tuple[TensorEntry, ...]
-    keys: str = ""
+    keys: str = ""  # how the file differs from the state dict: "quantised with gptq"
 
     def model_bytes(self, dtype: str = "float32") -> int:
         """Return the size in bytes of all parameters and buffers when loaded in ``dtype``."""

@@ -1,9 +1,8 @@
 """Find out what a correctly loaded model is: ``make`` generates a checkpoint from a seed, ``index``
 compares a user's own checkpoint with the model, and both write a manifest with the checksums.
 
-In a generated checkpoint, the seed, the parameter's name and the element's position determine each value
-of a parameter; buffers keep the constructor's values. This module runs in a child, which needs memory for
-the buffers and a few pieces of 16 MiB, or for the whole model if it has non-persistent buffers.
+This module runs in a child, which needs memory for the buffers and a few pieces of 16 MiB, or for the whole
+model if it has non-persistent buffers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,9 +43,6 @@ from weighin.stream.slices import Slice, TensorPlan, check_converts, dtype_name
 from weighin.stream.tensors import named_tensors, non_persistent_buffers
 from weighin.stream.write import run_parallel, write
 from weighin.text import plain
-
-Permit = Callable[[int, int], None]
-"""Called before anything is written with upper bounds of the bytes to write, and of those to read."""
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
@@ -193,9 +189,12 @@ def make(
     seed: int,
     fmt: str,
     folder: Path,
-    permit: Permit = lambda _to_write, _to_read: None,
+    permit: Callable[[int, int], None] = lambda _to_write, _to_read: None,
 ) -> Manifest:
-    """Write a checkpoint, in the model's published dtype, and its manifest into an empty folder."""
+    """Write a checkpoint, in the model's published dtype, and its manifest into an empty folder.
+
+    ``permit`` is called before with upper bounds of the bytes to write, and of those to read.
+    """
     formats.suffix_of(fmt)  # raises for a format that is not written
     construct.map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
@@ -218,10 +217,9 @@ def index(
     folder: Path,
     dtype: str = "float32",
     selection: Selection = WHOLE,
-    permit: Permit = lambda _to_write, _to_read: None,
+    permit: Callable[[int, int], None] = lambda _to_write, _to_read: None,
 ) -> Manifest:
-    """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint into ``fmt``, if
-    it has another format, or the selected tensors are not all that it holds.
+    """Write the manifest of a user's checkpoint, and the checkpoint as ``fmt``, if it has more or another format.
 
     Tensors are read piece by piece, but a Hugging Face folder is loaded in ``dtype`` by its own library.
     """
@@ -253,7 +251,12 @@ def index(
 
 
 def _index_folder(
-    spec: ModelSpec, checkpoint: Path, fmt: str, folder: Path, dtype: str, permit: Permit
+    spec: ModelSpec,
+    checkpoint: Path,
+    fmt: str,
+    folder: Path,
+    dtype: str,
+    permit: Callable[[int, int], None],
 ) -> Manifest:
     """Write the manifest of what a folder's library loads in ``dtype``, and the state dict as ``fmt``."""
     slices = formats.read(checkpoint)
@@ -339,9 +342,8 @@ def _check_fits(
 
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a parameter's values, from a normal distribution with standard deviation 0.02 and mean 0, or 1 for
-    the scales of normalisation layers; uint8 is uniform, and other integers are 0. The next piece may
-    overwrite the previous one.
+    """Yield a parameter's values, normal with mean 0, or 1 for the scales of normalisation layers; uint8 is
+    uniform, and other integers are 0. The next piece may overwrite the previous one.
     """
     numel, dtype = tensor.numel(), tensor.dtype
     are_bytes = dtype == torch.uint8  # such as the blocks of a quantised matrix
