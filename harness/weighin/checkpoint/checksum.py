@@ -16,21 +16,20 @@ import torch
 from weighin.stream.slices import dtype_name
 
 _LANES: Final = 65_521
-CHUNK_BYTES: Final = _LANES * 8 * 8
-"""The size of a chunk: 4 MiB, so that a chunk and its lanes' sums fit into a processor's cache."""
-
+CHUNK_BYTES: Final = _LANES * 8 * 8  # 4 MiB: with its lanes' sums, it fits into a processor's cache
 _MULTIPLIER: Final = 6364136223846793005  # Knuth's MMIX; odd, so that multiplying loses no bits
 _MASK: Final = 2**64 - 1
 
 _weights: dict[torch.device, torch.Tensor] = {}
 _computing = threading.Lock()
 
-CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
-"""The dtypes in which a measurement may load floating-point weights."""
-
+CELL_DTYPES: Final = (
+    "float32",
+    "bfloat16",
+    "float16",
+)  # in which loads have floating-point weights
 PIECE_ELEMENTS: Final = CHUNK_BYTES
-"""The number of elements in a piece of a tensor: 16 MiB in float32, and whole chunks in any dtype, as
-``RunningChecksum`` needs."""
+"""The elements of a tensor's piece: 16 MiB in float32; in any dtype whole chunks, for ``RunningChecksum``."""
 
 Sums = dict[str, dict[str, str]]
 """The checksums of tensors, by name and dtype; several threads set one item each."""
@@ -54,8 +53,14 @@ class RunningChecksum:
         """Add the next contiguous piece; all pieces but the last must consist of whole chunks."""
         raw = piece.reshape(-1).view(torch.uint8)
         for start in range(0, raw.numel(), CHUNK_BYTES):
-            words = _words(raw[start : start + CHUNK_BYTES])
-            self._value = (self._value * _MULTIPLIER + _chunk_value(words)) & _MASK
+            chunk = raw[start : start + CHUNK_BYTES]
+            aligned = chunk.storage_offset() % 8 == 0 and chunk.data_ptr() % 8 == 0
+            if chunk.numel() % 8 or not aligned:  # zeros fill up the last 8-byte word
+                padded = chunk.new_zeros(-(-chunk.numel() // 8) * 8)
+                padded[: chunk.numel()] = chunk
+                chunk = padded
+            value = _chunk_value(chunk.view(torch.int64))
+            self._value = (self._value * _MULTIPLIER + value) & _MASK
 
     def hexdigest(self) -> str:
         return f"{self._value:016x}"
@@ -106,16 +111,6 @@ def cut(
             rest = rest[elements:]
     if rest is not None and len(rest):
         yield rest
-
-
-def _words(chunk: torch.Tensor) -> torch.Tensor:
-    """Return the bytes as 8-byte words; zeros fill up the last word."""
-    aligned = chunk.storage_offset() % 8 == 0 and chunk.data_ptr() % 8 == 0
-    if chunk.numel() % 8 or not aligned:
-        padded = torch.zeros(-(-chunk.numel() // 8) * 8, dtype=torch.uint8, device=chunk.device)
-        padded[: chunk.numel()] = chunk
-        chunk = padded
-    return chunk.view(torch.int64)
 
 
 def _chunk_value(words: torch.Tensor) -> int:

@@ -17,30 +17,17 @@ Kind = Literal["parameter", "persistent_buffer", "non_persistent_buffer"]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter or buffer of a model, and checksums of its values in a correctly loaded model.
-
-    Attributes:
-        dtype: the dtype in the checkpoint, without "torch."; ``bytes`` is the size in this dtype.
-        shared_with: the first name of a tied tensor, in the entries of its other names; else None.
-        checksums: by dtype: its own; and if models convert it, float32, bfloat16 and float16.
-        file_checksums: those of the values in the file, which are right too, for a tensor that
-            ``from_pretrained`` changes after reading it; else None.
-    """
+    """One parameter or buffer of a model, and checksums of its values in a correctly loaded model."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
-    bytes: int
+    dtype: str  # in the checkpoint, without "torch."
+    bytes: int  # in this dtype
     kind: Kind
-    shared_with: str | None
-    checksums: dict[str, str]
+    shared_with: str | None  # the first name of a tied tensor, in the entries of its other names
+    checksums: dict[str, str]  # by dtype: its own; if models convert it, all of CELL_DTYPES
+    # of a tensor that ``from_pretrained`` changes: those of the file's values, which are right too
     file_checksums: dict[str, str] | None = None
-
-    def bytes_as(self, dtype: str) -> int:
-        """Return the tensor's size in bytes in a model whose floating-point tensors have ``dtype``."""
-        is_kept = self.kind != "non_persistent_buffer" and set(self.checksums) == {self.dtype}
-        is_converted = "float" in self.dtype and not is_kept
-        return prod(self.shape) * ITEM_BYTES[dtype] if is_converted else self.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +42,13 @@ class Manifest:
 
     def model_bytes(self, dtype: str = "float32") -> int:
         """Return the size in bytes of all parameters and buffers when loaded in ``dtype``."""
-        return sum(one.bytes_as(dtype) for one in self.tensors if one.shared_with is None)
+        total = 0
+        for one in self.tensors:
+            is_kept = one.kind != "non_persistent_buffer" and set(one.checksums) == {one.dtype}
+            if one.shared_with is None:
+                is_converted = "float" in one.dtype and not is_kept
+                total += prod(one.shape) * ITEM_BYTES[dtype] if is_converted else one.bytes
+        return total
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1))

@@ -28,7 +28,15 @@ def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
 
         yield from cut(decoded(where, PIECE_ELEMENTS))
     elif where.contiguous and not where.parts and not where.fill:
-        yield from _contiguous(where)
+        piece_bytes = PIECE_ELEMENTS * where.dtype.itemsize
+        buffer = torch.empty(min(piece_bytes, where.nbytes), dtype=torch.uint8)
+        with closing(Reader()) as reader:
+            for start in range(0, where.nbytes, piece_bytes):
+                piece = buffer[: where.nbytes - start]
+                target, offset = memoryview(piece.numpy().data), where.offset + start
+                for at in range(0, len(target), PIECE_BYTES):
+                    reader.read(where.file, target[at : at + PIECE_BYTES], offset + at)
+                yield piece.view(where.dtype)
     else:  # in several blocks, transposed, or computed
         with _WHOLE:
             values = torch.empty(where.shape, dtype=where.dtype)
@@ -55,18 +63,6 @@ def widest_dtype(slices: Sequence[Slice]) -> torch.dtype:
     """Return the widest floating-point dtype in a checkpoint; float32 if there is none."""
     kinds = [where.dtype for where in slices if where.dtype.is_floating_point]
     return max(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
-
-
-def _contiguous(where: Slice) -> Iterator[torch.Tensor]:
-    piece_bytes = PIECE_ELEMENTS * where.dtype.itemsize
-    buffer = torch.empty(min(piece_bytes, where.nbytes), dtype=torch.uint8)
-    with closing(Reader()) as reader:
-        for start in range(0, where.nbytes, piece_bytes):
-            piece = buffer[: where.nbytes - start]
-            memory = memoryview(piece.numpy().data)
-            for at in range(0, len(memory), PIECE_BYTES):
-                reader.read(where.file, memory[at : at + PIECE_BYTES], where.offset + start + at)
-            yield piece.view(where.dtype)
 
 
 def plans(slices: Sequence[Slice], dtype: torch.dtype | None = None) -> list[TensorPlan]:

@@ -87,17 +87,13 @@ def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Des
     build = construct.resolve_builder(builder)
     model = construct.build_skeleton(build, spec.kwargs, dtype=dtype)
     own = named_tensors(model)
-    if lazy := [name for name, each in own.items() if torch.nn.parameter.is_lazy(each)]:
-        raise ConfigError(
-            f"builder {builder}: the shape of {lazy[0]!r} is not known yet, because its module is lazy",
-            "run the model once in the builder, or give the lazy layers their sizes",
-        )
     for name, value in model.state_dict(keep_vars=True).items():
-        if value is not own.get(name):
+        if torch.nn.parameter.is_lazy(value) or value is not own.get(name):
             raise ConfigError(
-                f"builder {builder}: {name!r} in the state dict is neither a parameter nor a buffer",
-                "name another builder: weighin cannot measure a model with state-dict hooks or"
-                " extra state",
+                f"builder {builder}: {name!r} in the state dict is neither a parameter nor a buffer of a"
+                " known shape",
+                "name another builder: weighin cannot measure a model with state-dict hooks, extra"
+                " state or lazy modules that no input has reached",
             )
     if not own:
         raise ConfigError(
