@@ -21,7 +21,6 @@ from typing import Final
 from weighin.units import KIB, MIB
 
 PAGE_BYTES: Final = mmap.PAGESIZE
-_MOST_HEAP_BYTES: Final = 256 * 1024**3
 _FIRST_THRESHOLD_BYTES: Final = 128 * KIB  # DEFAULT_MMAP_THRESHOLD, and DEFAULT_TRIM_THRESHOLD
 _LAST_THRESHOLD_BYTES: Final = 32 * MIB  # DEFAULT_MMAP_THRESHOLD_MAX
 _HEAD_BYTES: Final = 16  # malloc's header before each block
@@ -47,6 +46,11 @@ class Extents:
         self._ends: list[int] = []
         self.nbytes = 0
 
+    @property
+    def end(self) -> int:
+        """The address after the last page in the set."""
+        return self._ends[-1] if self._ends else 0
+
     def add(self, address: int, length: int) -> int:
         """Add every page that the interval touches; return the size of the new pages in bytes."""
         if length <= 0:
@@ -67,44 +71,19 @@ class Extents:
         self.nbytes += new
         return new
 
-
-class HeapPages:
-    """A set of pages of a heap that begins at address 0, stored as one byte per page."""
-
-    def __init__(self) -> None:
-        # Only its touched pages use memory.
-        self._pages = mmap.mmap(-1, _MOST_HEAP_BYTES // PAGE_BYTES)
-        self._end = 0
-        self.nbytes = 0
-
-    @property
-    def end(self) -> int:
-        """The address after the last page in the set."""
-        return self._end * PAGE_BYTES
-
-    def add(self, address: int, length: int) -> int:
-        if length <= 0:
-            return 0
-        first, last = address // PAGE_BYTES, (address + length - 1) // PAGE_BYTES + 1
-        present = self._pages[first:last].count(1)
-        self._pages[first:last] = b"\1" * (last - first)
-        self._end = max(self._end, last)
-        new = (last - first - present) * PAGE_BYTES
-        self.nbytes += new
-        return new
-
-    def remove(self, address: int, length: int) -> None:
-        """Remove every page that lies completely in the interval."""
-        first, last = -(-address // PAGE_BYTES), (address + length) // PAGE_BYTES
-        if first < last:
-            self.nbytes -= self._pages[first:last].count(1) * PAGE_BYTES
-            self._pages[first:last] = bytes(last - first)
-
-    def remove_from(self, address: int) -> None:
-        """Remove every page from ``address`` to the end."""
-        if address < self.end:
-            self.remove(address, self.end - address)
-            self._end = -(-address // PAGE_BYTES)
+    def remove(self, address: int, end: int) -> None:
+        """Remove every page that lies completely between the addresses."""
+        start, end = -(-address // PAGE_BYTES) * PAGE_BYTES, end - end % PAGE_BYTES
+        first = bisect_right(self._ends, start)  # the first interval that ends after start
+        last = bisect_left(self._starts, end)  # one past the last that begins before end
+        if start >= end or first >= last:
+            return
+        parts = [(self._starts[first], start), (end, self._ends[last - 1])]
+        kept = [(s, e) for s, e in parts if s < e]
+        removed = zip(self._starts[first:last], self._ends[first:last], strict=True)
+        self.nbytes += sum(e - s for s, e in kept) - sum(e - s for s, e in removed)
+        self._starts[first:last] = [s for s, _ in kept]
+        self._ends[first:last] = [e for _, e in kept]
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +139,7 @@ class Heap:
     """The heap of one process; ``pages`` are its written pages, at simulated addresses."""
 
     def __init__(self, *, reuses: bool = False, pinned: bool = False) -> None:
-        self.pages = HeapPages()
+        self.pages = Extents()
         self._pinned = pinned
         self._added_bytes = _ALIGNING_BYTES if reuses else _HEAD_BYTES
         self._threshold = _FIRST_THRESHOLD_BYTES
@@ -203,13 +182,13 @@ class Heap:
             self._last.after = None
         self._top = block.address
         if self.pages.end - self._top >= self._trim_threshold:
-            self.pages.remove_from(self._top + _TOP_PAD_BYTES)
+            self.pages.remove(self._top + _TOP_PAD_BYTES, self.pages.end)
 
     def trim(self) -> None:
         """Release every page that no chunk in use covers, as ``malloc_trim`` does."""
         for hole in self._holes:
-            self.pages.remove(hole.address, hole.size)
-        self.pages.remove_from(self._top)
+            self.pages.remove(hole.address, hole.address + hole.size)
+        self.pages.remove(self._top, self.pages.end)
 
 
 class CudaOutOfMemory(Exception):
