@@ -10,7 +10,7 @@ from factories import make_cell
 from predicted_runs import Checked, check_table, summarised, summary_line
 from rich.console import Console, RenderableType
 
-from weighin.predict.prediction import PredictedPhase, PredictedUse, Prediction
+from weighin.predict.prediction import PredictedUse, Prediction
 from weighin.predict.tables import tables
 from weighin.units import GIB, MIB
 
@@ -54,83 +54,33 @@ def test_each_strategy_has_a_line_and_what_explains_its_peak_stands_below() -> N
         for name, options in (("safetensors_mmap", {}), ("streaming", {"options": {"threads": 2}}))
     ]
     found.append(Prediction(make_cell("odd", format="pt", device="cuda"), cannot="looks at values"))
-    assert text(tables(found, phases=False)) == PREDICTED
+    assert text(tables(found)) == PREDICTED
 
 
-def test_what_a_heap_may_use_again_or_keep_is_said_with_what_is_then_needed() -> None:
-    peaks: dict[str, Any] = {"model_bytes": 6 * GIB, "floor_bytes": 13 * GIB}
-    peaks["host_anon_peak_bytes"] = 13 * GIB
-    others = {
-        "baseline": (13 * GIB - 180 * MIB, 13 * GIB),
-        "sequential": (13 * GIB - 180 * MIB + 4096, 13 * GIB),
-        "meta_copy": (13 * GIB - 100 * MIB, 13 * GIB + 100 * MIB),
-        "per_module": (13 * GIB, 13 * GIB + 300 * MIB),
-    }
-    found = [
-        Prediction(
-            make_cell(name, format="pt"),
-            host_anon_least_bytes=least,
-            host_anon_most_bytes=most,
-            **peaks,
-        )
-        for name, (least, most) in others.items()
-    ]
-    assert text(tables(found, phases=False)) == OTHERS
-
-
-def test_the_memory_in_a_use_has_a_column_that_counts_forked_processes() -> None:
-    sizes: dict[str, Any] = {"model_bytes": 6 * GIB, "floor_bytes": 13 * GIB}
-    uses = {
-        "adamw": PredictedUse(
-            "adamw",
-            25 * GIB,
-            25 * GIB,
-            24 * GIB,
-            host_anon_peak_bytes=25 * GIB,
-            host_file_peak_bytes=GIB,
-        ),
-        "fork": PredictedUse(
-            "fork",
-            GIB,
-            GIB,
-            13 * GIB,
-            (6 * GIB, 6 * GIB),
-            host_anon_peak_bytes=GIB,
-            host_file_peak_bytes=7 * GIB,
-        ),
-    }
-    found = [
-        Prediction(
-            make_cell("baseline", format="pt", use=name),
-            host_anon_peak_bytes=13 * GIB,
-            use=use,
-            phases=(
-                PredictedPhase("apply", host_anon_peak_bytes=13 * GIB, host_file_peak_bytes=GIB),
-                PredictedPhase("use: fork", host_anon_peak_bytes=GIB, host_file_peak_bytes=GIB),
-            ),
-            **sizes,
-        )
-        for name, use in uses.items()
-    ]
-    assert text(tables(found, phases=False)) == USED
-    assert "  use: fork" in text(tables(found, phases=True))
+def test_the_memory_in_a_use_has_a_column() -> None:
+    used = Prediction(
+        make_cell("baseline", format="pt", use="adamw"),
+        model_bytes=6 * GIB,
+        host_anon_peak_bytes=13 * GIB,
+        floor_bytes=26 * GIB,
+        use=PredictedUse("adamw", 25 * GIB, 25 * GIB, 24 * GIB, host_anon_peak_bytes=25 * GIB),
+    )
+    assert text(tables([used])) == USED
 
 
 def test_the_anonymous_memory_of_a_use_is_checked_beside_that_of_the_load() -> None:
-    cell = make_cell("baseline", format="pt", use="fork")
+    cell = make_cell("baseline", format="pt", use="adamw")
     checked = Checked(
         Prediction(cell, floor_bytes=7 * GIB),
         (
             ("host_anon_peak_bytes", 200 * MIB, 202 * MIB),
             ("use_anon_most_bytes", 105 * MIB, 100 * MIB),
-            ("children_private_bytes", 30 * MIB, 32 * MIB),
         ),
     )
     assert checked.anonymous_error == 0.05
     shown = text([check_table([checked])])
-    assert "use=fork" in shown
+    assert "use=adamw" in shown
     assert "anonymous in use, high" in shown
-    assert "forked processes" in shown
 
 
 def text(parts: Iterable[RenderableType]) -> str:
@@ -158,35 +108,14 @@ Predicted by running each strategy without tensor values. weighin bench
 measures.
 """
 
-OTHERS = """\
-
-gpt2-xl (6.000 GiB) · device cpu · float32 · predicted peaks, GiB
-
-                                 file     RAM  disk
- strategy    format  anonymous  pages   floor  read
- ──────────────────────────────────────────────────
- baseline    pt         13.000         13.000
- sequential  pt         13.000         13.000
- meta_copy   pt         13.000         13.000
- per_module  pt         13.000         13.000
-
-baseline, sequential: 12.824 GiB anonymous in processes where the heap reuses
-the holes of freed large blocks
-per_module: 13.293 GiB anonymous in processes where a small block keeps freed
-large blocks in the heap
-Predicted by running each strategy without tensor values. weighin bench
-measures.
-"""
-
 USED = """\
 
 gpt2-xl (6.000 GiB) · device cpu · float32 · predicted peaks, GiB
 
-                                      file      in     RAM  disk
- strategy  format  use    anonymous  pages     use   floor  read
- ───────────────────────────────────────────────────────────────
- baseline  pt      adamw     13.000         25.000  13.000
- baseline  pt      fork      13.000         13.000  13.000
+                                         in     RAM
+ strategy  format  use    anonymous     use   floor
+ ──────────────────────────────────────────────────
+ baseline  pt      adamw     13.000  25.000  26.000
 
 Predicted by running each strategy without tensor values. weighin bench
 measures.

@@ -18,7 +18,6 @@ from weighin.cli._verb import WHAT, parameters, verb
         },
         WHAT,
     ),
-    *parameters({"--phases": "Show the predicted peaks of each phase of the load, too."}),
     _options.JSON,
     examples={
         "Predict the memory of each of six ways of loading": "weighin predict gpt2-xl",
@@ -76,8 +75,7 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
             use_paths=use_paths,
             report=lambda done, strategy: show(f"{strategy}: {done} of {len(planned)} done"),
         )
-    shown = tables.tables(predictions, phases=typed["phases"])
-    _console.deliver(typed["json"], tables.as_json(predictions), *shown)
+    _console.deliver(typed["json"], tables.as_json(predictions), *tables.tables(predictions))
     if all(prediction.cannot for prediction in predictions):
         _console.error("no load was predicted; the result gives the reason for each strategy")
         context.exit(2)
