@@ -129,14 +129,6 @@ def test_history_says_it(stopped: CommandLine) -> None:
     assert SAID in json.loads((stopped.folder / "history.json").read_text())["warnings"]
 
 
-@pytest.mark.nightly
-def test_recommend_says_that_its_figures_are_from_a_part_of_a_run(stopped: CommandLine) -> None:
-    ended = stopped.run("recommend", "gpt2-tiny", "--results", "run", "--json", "-")
-    assert ended.code == 0, ended.err
-    (note,) = json.loads(ended.out)["notes"]
-    assert note.endswith("are from a run that was stopped: run: 1 of 2 cells measured.")
-
-
 def test_a_run_that_is_complete_is_no_incomplete_run(stopped: CommandLine) -> None:
     assert stopped.run("check", "whole", *BUDGET).err == ""
     reported = stopped.run("report", "whole", "--format", "csv")

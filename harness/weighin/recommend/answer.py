@@ -1,14 +1,13 @@
 """Answer ``weighin recommend``: judge every strategy, and print the code of the best one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
 
-from weighin.cell import FORWARD, SYNTHESISED, TRAINING, Cell, ModelSpec
-from weighin.errors import CheckpointError, UnknownName
+from weighin.cell import FORWARD, SYNTHESISED, Cell, ModelSpec
+from weighin.errors import UnknownName
 from weighin.files import object_in
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
@@ -23,7 +22,6 @@ from weighin.recommend.candidates import (
     Limits,
     assess,
     behind,
-    doubt_bytes,
     predicted_ready_s,
     ranked,
     slowness,
@@ -115,11 +113,7 @@ class Advice:
     def notes(self) -> tuple[str, ...]:
         """Sentences on what the table does not show, such as how to convert the checkpoint first."""
         asked, prior = self.question, self.prior
-        stopped = dict.fromkeys(text for one in prior.evidence.values() for text in one.incomplete)
-        notes = [
-            f"Some measured figures are from a run that was stopped: {one}." for one in stopped
-        ]
-        notes += [f"weighin left out a run that it cannot read: {one}." for one in prior.left_out]
+        notes = [f"weighin left out a run that it cannot read: {one}." for one in prior.left_out]
         if asked.model.builder == SYNTHESISED:
             notes.append(
                 f"{asked.model.name} is a checkpoint without the code of its model, so the answer"
@@ -143,20 +137,6 @@ class Advice:
             )
         if found := quantised.of_model(asked.model):
             notes.append(f"The weights are {found.summary}.")
-        floors = [
-            one.use_floor_bytes for one in prior.predictions if one.use_floor_bytes is not None
-        ]
-        if floors:
-            least, most = min(floors), max(floors)
-            training = asked.use in TRAINING
-            begin = f"For {'training with' if training else 'the use'} {asked.use}"
-            end = " after the first step" if training else ""
-            if most <= least + doubt_bytes(least):
-                need = f"every way of loading needs {format_bytes(most, digits=1)}{end}: choose by time."
-            else:
-                sizes = f"{format_bytes(least, digits=1)} to {format_bytes(most, digits=1)}"
-                need = f"the ways of loading need {sizes}{end}."
-            notes.append(f"{begin}, {need}")
         if asked.ranks > 1 and self.best and registry.strategy(self.best.strategy).shares_load:
             notes.append(
                 f"{self.best.strategy} needs the default process group: run the code with torchrun"
@@ -282,10 +262,7 @@ def _code(advice: Advice, best: Candidate) -> str:
 
 
 def _folder(question: Question) -> str | None:
-    """Return the Hugging Face folder that holds both the model and its checkpoint; None without one.
-
-    The user may give the weights of another folder or file with --checkpoint.
-    """
+    """Return the Hugging Face folder of both model and checkpoint; None if they are apart."""
     checkpoint = question.checkpoint
     if checkpoint is None or not pretrained_folder.folder_library(question.model):
         return None
@@ -383,10 +360,8 @@ def _file_name(fmt: str) -> str:
 
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
     selected = {key: value for key, value in asdict(question.selection).items() if value}
-    found, adapter = (
-        quantised.of_model(question.model),
-        pretrained_folder.adapter_of(question.model),
-    )
+    found = quantised.of_model(question.model)
+    adapter = pretrained_folder.adapter_of(question.model)
     for info in registry.strategies().values():
         fmt = checkpoint_format if checkpoint_format in info.formats else info.formats[0]
         if (
@@ -398,26 +373,13 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
             or (checkpoint_format == gguf.NAME and checkpoint_format not in info.formats)
         ):
             continue
-        reads_part = fmt == checkpoint_format and _reads_part(info, question)
+        # A strategy that unpickles the whole file gets the part as a checkpoint of its own.
+        reads_part = fmt == checkpoint_format and not info.weights_only
+        options = selected if reads_part and selected.keys() <= set(info.options) else {}
         cell = Cell(
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
-            format=fmt, options=selected if reads_part else {}, ranks=question.ranks, disk_bytes_per_s=question.disk.bytes_per_s,
+            format=fmt, options=options, ranks=question.ranks, disk_bytes_per_s=question.disk.bytes_per_s,
             disk_latency_ns=question.disk.latency_ns,
             use="" if question.use == FORWARD else question.use, passes=int(question.use == FORWARD),
         )  # fmt: skip
         yield plan_cell(cell, info)
-
-
-def _reads_part(info: registry.StrategyInfo, question: Question) -> bool:
-    """Tell whether a strategy itself reads the selected part of the user's checkpoint."""
-    asked = {name for name, value in asdict(question.selection).items() if value}
-    if not question.checkpoint or not asked <= set(info.options):
-        return False
-    if not info.weights_only:
-        return True
-    # Such a strategy unpickles the whole file, and takes one key of a dict.
-    with suppress(CheckpointError):
-        formats.read(question.checkpoint)
-        return False  # no key of a dict, but the beginning of names
-    inside = formats.read(question.checkpoint, question.selection)
-    return inside.only_tensors and "." not in question.selection.key

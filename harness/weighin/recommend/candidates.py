@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from weighin.cell import Cell
 from weighin.predict.prediction import Prediction
 from weighin.recommend.prior_runs import Evidence
 from weighin.slow_disk import LARGEST_READ_BYTES, Pace
@@ -71,19 +70,17 @@ class Speeds:
     """A machine's speeds in bytes per second, and costs in seconds: by default, of a small cloud machine.
 
     They order strategies better than speeds that are measured on the machine within seconds: two such
-    measurements differ by a factor of two (docs/internals.md). ``direct`` is direct I/O by several
-    threads, ``fault`` the first write to memory, ``init`` a constructor's random numbers, ``archive_s``
-    an opening by ``torch.load``, and ``module_s`` an import.
+    measurements differ by a factor of two (docs/internals.md).
     """
 
     read_bytes_per_s: float = 1.2 * GIB
-    read_direct_bytes_per_s: float = 2.3 * GIB
+    read_direct_bytes_per_s: float = 2.3 * GIB  # direct I/O by several threads
     map_bytes_per_s: float = 1.2 * GIB
-    fault_bytes_per_s: float = 1.5 * GIB
+    fault_bytes_per_s: float = 1.5 * GIB  # the first write to memory
     copy_bytes_per_s: float = 8 * GIB
-    init_bytes_per_s: float = 0.5 * GIB
-    archive_s: float = 0.001
-    module_s: float = 0.0009
+    init_bytes_per_s: float = 0.5 * GIB  # a constructor's random numbers
+    archive_s: float = 0.001  # an opening by torch.load
+    module_s: float = 0.0009  # an import
 
 
 USUAL: Final = Speeds()
@@ -91,29 +88,22 @@ USUAL: Final = Speeds()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One strategy with its verdict, and the reason for it: "keeps two copies: 12.9 GiB".
-
-    Attributes:
-        need_bytes: the smallest RAM limit in bytes under which the strategy works; ``margin_bytes`` is
-            the asked limit minus it.
-        ready_s: the seconds from the load's start until every byte of the model was read once.
-        noise_s: the median absolute deviation of the measured times; None for fewer than two.
-        memory_from, time_from: whether memory and time are "measured" or "predicted"; "" if unknown.
-        asks: what the strategy requires: packages, another checkpoint format, or ``OWN_CODE``.
-    """
+    """One strategy with its verdict, and the reason for it: "keeps two copies: 12.9 GiB"."""
 
     strategy: str
     format: str
     verdict: FitVerdict
     why: str
-    need_bytes: int | None = None
-    margin_bytes: int | None = None
+    need_bytes: int | None = None  # the smallest RAM limit under which the strategy works
+    margin_bytes: int | None = None  # the asked limit minus it
     cuda_bytes: int | None = None
-    ready_s: float | None = None
-    memory_from: str = ""
+    ready_s: float | None = (
+        None  # from the load's start until every byte of the model was read once
+    )
+    memory_from: str = ""  # "measured", "predicted", or "" if unknown
     time_from: str = ""
-    asks: tuple[str, ...] = ()
-    noise_s: float | None = None
+    asks: tuple[str, ...] = ()  # packages, another checkpoint format, or OWN_CODE
+    noise_s: float | None = None  # the deviation of the measured times
 
 
 def assess(
@@ -124,14 +114,11 @@ def assess(
     limits: Limits,
     checkpoint_format: str,
 ) -> Candidate:
-    """Judge one strategy, whose load takes ``predicted_s`` where no record tells another time.
-
-    ``checkpoint_format`` is the format of the user's checkpoint.
-    """
+    """Judge a strategy, whose load takes ``predicted_s`` where no record tells another time."""
     cell, ram = prediction.cell, limits.ram_bytes
     need, memory_from = prediction.floor_bytes, "predicted"
     ready_s = noise_s = tried = None
-    cuda, time_from = prediction.cuda_with_use("cuda_reserved_bytes"), ""
+    cuda, time_from = prediction.with_use("cuda_reserved_bytes"), ""
     if evidence:
         ready_s, noise_s = evidence.median_ready_s(ram), evidence.noise_s(ram)
         tried = evidence.fits(ram) if ram else None
@@ -146,6 +133,11 @@ def assess(
     if tried is not None:
         memory_from = MEASURED
     verdict, why = _verdict(prediction, need, cuda, tried, limits)
+    of_folder = bool(folder_library(cell.model))
+    asks = [] if cell.format == checkpoint_format else [f"{SAVED_AS}{cell.format}"]
+    asks += [one for one in info.packages if not (of_folder and name_of(one) in _OF_FOLDERS)]
+    asks += [OWN_CODE] * (of_folder and not info.maps_keys)
+    asks += ["weighin"] * (info.name == "streaming")
     return Candidate(
         strategy=info.name,
         format=cell.format,
@@ -157,15 +149,13 @@ def assess(
         ready_s=ready_s,
         memory_from=memory_from if need is not None else "",
         time_from=time_from,
-        asks=tuple(_asks(info, cell, checkpoint_format)),
+        asks=tuple(asks),
         noise_s=noise_s,
     )
 
 
 def predicted_ready_s(prediction: Prediction, machine: Speeds) -> float:
-    """Return the predicted seconds until every byte was read: the sum of each kind of work, divided by
-    the machine's speed, and the processor time of the symbolic run, for what Python does.
-    """
+    """Return the predicted seconds until ready: each work / its speed, and the run's own CPU time."""
     work = prediction.work
     stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
     return (
@@ -184,9 +174,7 @@ def predicted_ready_s(prediction: Prediction, machine: Speeds) -> float:
 
 
 def slowness(measured: Iterable[tuple[Prediction, Evidence]], speeds: Speeds) -> float:
-    """Return the median ratio of measured to predicted times, without a RAM limit or under the largest;
-    1 if nothing was measured. Predicted times, multiplied by it, compare with measured ones.
-    """
+    """Return the median of measured / predicted times (largest limit); 1 if none was measured."""
     ratios = [
         seconds / predicted_s
         for prediction, evidence in measured
@@ -214,7 +202,10 @@ def _verdict(
 
 def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> FitVerdict:
     """Return the verdict under a RAM limit; ``tried`` tells whether a measured load worked under it."""
-    least, most = _floor_range(prediction, need)
+    least, most = prediction.floor_least_bytes, prediction.floor_bytes
+    # Measurements of one load differ by some MiB: one that fits the prediction should not change it.
+    if not (least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most)):
+        least = most = need
     if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
         return FitVerdict.TOO_LARGE
     if most > ram_bytes - doubt_bytes(most):
@@ -222,18 +213,6 @@ def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None
     if _stays_mapped(prediction) and most + (prediction.model_bytes or 0) > ram_bytes:
         return FitVerdict.THRASHES
     return FitVerdict.FITS
-
-
-def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
-    """Return two RAM limits: below the first, every load is killed; above the second, no load is.
-
-    Both are predicted, unless the measured ``need`` contradicts them: measurements of one load differ by
-    some MiB, and another run should not change the recommendation.
-    """
-    least, most = prediction.floor_least_bytes, prediction.floor_bytes
-    if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):
-        return least, most
-    return need, need
 
 
 def doubt_bytes(need: int) -> int:
@@ -245,7 +224,7 @@ def _memory_phrase(prediction: Prediction, need: int) -> str:
     if _stays_mapped(prediction):
         return f"keeps {size} and mapped pages of the file"
     # The memory of imports is subtracted, because it may exceed the size of a tiny model.
-    beside = (prediction.floor_bytes or 0) - prediction.tensors_with_use_bytes
+    beside = (prediction.floor_bytes or 0) - (prediction.with_use("tensor_peak_bytes") or 0)
     if not model or need - beside < model // 2:
         return f"keeps {size}"
     copies = (need - beside) / model
@@ -257,18 +236,9 @@ def _memory_phrase(prediction: Prediction, need: int) -> str:
 
 def _stays_mapped(prediction: Prediction) -> bool:
     """Whether more than half of the loaded model is a mapping of its file."""
-    if prediction.cell.device != "cpu" or not prediction.model_bytes:
-        return False
-    anonymous, mapped = prediction.tensors_with_use_bytes, prediction.work.mapped_bytes
-    return anonymous < prediction.model_bytes // 2 < mapped
-
-
-def _asks(info: StrategyInfo, cell: Cell, checkpoint_format: str) -> list[str]:
-    asked = [] if cell.format == checkpoint_format else [f"{SAVED_AS}{cell.format}"]
-    of_folder = bool(folder_library(cell.model))
-    asked += [one for one in info.packages if not (of_folder and name_of(one) in _OF_FOLDERS)]
-    asked += [OWN_CODE] * (of_folder and not info.maps_keys)
-    return asked + ["weighin"] * (info.name == "streaming")
+    anonymous = prediction.with_use("tensor_peak_bytes") or 0
+    half = (prediction.model_bytes or 0) // 2
+    return prediction.cell.device == "cpu" and anonymous < half < prediction.work.mapped_bytes
 
 
 def behind(speeds: Speeds, pace: Pace) -> Speeds:
@@ -291,9 +261,7 @@ def behind(speeds: Speeds, pace: Pace) -> Speeds:
 
 
 def rate(pace: Pace, requests: int) -> float:
-    """Return the bytes per second of a reader that sends ``requests`` requests of 128 KiB at once: all
-    take the time of one, but not less than the rate allows.
-    """
+    """Return the bytes/s of ``requests`` requests of 128 KiB at once, at most the rate of the disk."""
     request_s = _request_s(pace, LARGEST_READ_BYTES)
     of_requests = requests * LARGEST_READ_BYTES / request_s if request_s else math.inf
     return min(pace.bytes_per_s or math.inf, of_requests)

@@ -21,20 +21,16 @@ _SAME_LOAD: Final = ("model", "device", "dtype", "cache", "ranks", "disk")
 
 @dataclass(slots=True)
 class Evidence:
-    """What was measured of one strategy with one checkpoint format.
-
-    Limits are RAM limits in bytes, and None is a load without one. ``anon_bytes`` is the sampled
-    maximum of anonymous and shared memory over all loads that ended ok, with the use after the load;
-    ``ready_s`` has the seconds until every byte was read, by limit; ``incomplete`` a text for each run
-    that was stopped before its last measurement.
-    """
+    """What was measured of one strategy with one checkpoint format, by RAM limit (None: without one)."""
 
     ok_limits: list[int | None] = field(default_factory=list)
     killed_limits: list[int] = field(default_factory=list)
+    # The sampled maximum of anonymous and shared memory over all loads that ended ok, with the use.
     anon_bytes: int | None = None
     cuda_reserved_bytes: int | None = None
-    ready_s: dict[int | None, list[float]] = field(default_factory=dict)
-    incomplete: dict[str, None] = field(default_factory=dict)
+    ready_s: dict[int | None, list[float]] = field(
+        default_factory=dict
+    )  # until every byte was read
 
     def take(self, result: Result, use: str = "") -> None:
         """Add a record; if the record's use is not ``use``, add only the time of its load."""
@@ -67,9 +63,7 @@ class Evidence:
         return middle(self._ready_s_near(limit_bytes))
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median absolute deviation of these times, which one slow load hardly changes; None
-        for fewer than two times.
-        """
+        """Return the median absolute deviation of these times; None for fewer than two."""
         seconds = self._ready_s_near(limit_bytes)
         usual = statistics.median(seconds or [0])
         deviations = [abs(one - usual) for one in seconds]
@@ -95,7 +89,7 @@ def find(
     """
     here = environment.machine()
     evidence: dict[tuple[str, str], Evidence] = {}
-    for result, incomplete in _results(folders, left_out):
+    for result in _results(folders, left_out):
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
         # The times of cells that ran at once are not comparable.
@@ -106,23 +100,16 @@ def find(
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
             one = evidence.setdefault((cell.strategy, cell.format), Evidence())
             one.take(result, wanted.use)
-            one.incomplete |= dict.fromkeys(incomplete)
     return evidence
 
 
-def _results(
-    folders: Iterable[Path], left_out: Callable[[str], None]
-) -> Iterator[tuple[Result, tuple[str, ...]]]:
-    """Yield each result of all runs, with a text if its run was stopped before the end."""
+def _results(folders: Iterable[Path], left_out: Callable[[str], None]) -> Iterator[Result]:
     for folder in folders:
         is_run = (folder / run_folder.RECORDS).exists()
         for file in [folder / run_folder.RECORDS] if is_run else sorted(folder.glob(_RECORDS)):
             try:
-                records = run_folder.read(file.parent)
+                yield from run_folder.read(file.parent).results
             except RecordError as error:
                 if is_run:
                     raise
                 left_out(error.message)
-                continue
-            texts = (f"{file.parent}: {records.coverage}",) if records.missing else ()
-            yield from ((result, texts) for result in records.results)

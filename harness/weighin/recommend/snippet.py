@@ -59,21 +59,16 @@ def snippet(
     device: str = "cpu",
     dtype: str = "float32",
     checkpoint: str = "model.pt",
-    options: Mapping[str, Any] = MappingProxyType({}),
-    adapter: str = "",
+    options: Mapping[str, Any] = MappingProxyType({}),  # those that differ from their defaults
+    adapter: str = "",  # the folder of one, which the last lines merge
     keeps_dtypes: bool = False,
     is_mixed: bool = True,
     computes_buffers: bool = True,
 ) -> str:
     """Return the code of a strategy as a Python program that runs without changes.
 
-    Args:
-        options: the values of the strategy's options that differ from their defaults.
-        adapter: the folder of an adapter, which the last lines merge; empty for none.
-        keeps_dtypes: whether the user's function builds the model in ``dtype``, so that the code
-            converts no tensor: a library's models have buffers that stay in float32.
-        is_mixed: whether the model may have tied weights, or several floating-point dtypes.
-        computes_buffers: whether the model may have buffers that no checkpoint has.
+    With ``keeps_dtypes``, the user's function builds the model in ``dtype``, and the code converts no
+    tensor: a library's models have buffers that stay in float32. ``Prediction`` explains the last two.
     """
     if info.pretrained:
         raise CannotWriteOut("the strategy loads Hugging Face folders only")
@@ -200,9 +195,7 @@ def _unindented(found: re.Match[str]) -> str:
 
 
 def _for_one_dtype(text: str) -> str:
-    """Return code without the helpers for tied weights and several dtypes, where it calls them as our
-    strategies do.
-    """
+    """Return code without the helpers for ties and several dtypes, where our strategies call them."""
     without = re.sub(r"(?m)^ *(\w+ = tied_names|retie|share_missing)\(.*\n", "", text)
     # Without the names of the state dict, each tensor is freed once it is converted.
     without = re.sub(
@@ -239,23 +232,15 @@ def pretrained_snippet(
     device: str,
     dtype: str,
     folder: str,
-    auto: str = "",
-    variant: str = "",
-    is_chosen: bool = False,
+    auto: str = "",  # the class of transformers that runs model code from the folder
+    variant: str = "",  # of the weights, in the names of the files: "fp16"
+    is_chosen: bool = False,  # another class than config.json names
     gguf_file: str = "",
-    extra: str = TRANSFORMERS.extra,
+    extra: str = TRANSFORMERS.extra,  # of weighin, which installs the library
     adapter: str = "",
-    quantisation: Mapping[str, Any] | None = None,
+    quantisation: Mapping[str, Any] | None = None,  # with which transformers dequantises
 ) -> str:
-    """Return the code that loads a folder of transformers, diffusers or timm in one call.
-
-    Args:
-        auto: the class of transformers that runs model code from the folder; empty without such code.
-        variant: the variant of the weights in the names of the files, such as "fp16".
-        is_chosen: whether the user chose another class than config.json names.
-        extra: the extra of weighin that installs the library: EXTRA in ``pip install weighin[EXTRA]``.
-        quantisation: the ``quantization_config`` with which transformers dequantises the weights.
-    """
+    """Return the code that loads a folder of transformers, diffusers or timm in one call."""
     kind = auto or architecture
     more = f", variant={variant!r}" if variant else ""
     more += ", trust_remote_code=True" if auto else ""
