@@ -42,7 +42,6 @@ _PEAKS: Final = {
     "use_anon_peak_bytes": "anonymous in use",
     "use_anon_least_bytes": "anonymous in use, low",
     "use_anon_most_bytes": "anonymous in use, high",
-    "children_private_bytes": "forked processes",
 }
 _FIGURES = {
     "host_anon_peak_bytes": "anon_sampled_bytes",
@@ -55,7 +54,6 @@ _ANONYMOUS = ("host_anon_peak_bytes", "host_anon_least_bytes", "host_anon_most_b
 _OF_CELL: Final = ("format", "dtype", "device", "ram_limit_bytes", "options", "use")
 _USED = "use_"
 """The prefix that replaces "host_" in the names of peaks during a use (after the load)."""
-_CHILDREN = "children_private_bytes"
 
 
 def main() -> None:
@@ -211,8 +209,6 @@ def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[st
     if (size := middle(use.anon_sampled_bytes for use in uses)) is not None:
         name, near, size = _nearest({one: getattr(prediction.use, one) for one in _ANONYMOUS}, size)
         yield name.replace("host_", _USED), near, size
-    if size := middle(sum(use.children_private_bytes) for use in uses):
-        yield _CHILDREN, sum(prediction.use.children_private_bytes), size
 
 
 def _nearest(predicted: dict[str, int], size: int) -> tuple[str, int, int]:

@@ -41,12 +41,10 @@ def test_anonymous_memory_adds_up_and_mapped_pages_count_once() -> None:
 
 
 def test_the_memory_of_a_use_adds_up() -> None:
-    use = PredictedUse(
-        "write", 49, 51, 40, (60,), host_anon_peak_bytes=50, host_file_peak_bytes=100
-    )
+    use = PredictedUse("write", 49, 51, 40, host_anon_peak_bytes=50, host_file_peak_bytes=100)
     found = of_ranks(replace(CELL, ranks=4), replace(ONE, use=use)).use
     assert found == PredictedUse(
-        "write", 196, 204, 160, (60,), host_anon_peak_bytes=200, host_file_peak_bytes=100
+        "write", 196, 204, 160, host_anon_peak_bytes=200, host_file_peak_bytes=100
     )
 
 

@@ -12,11 +12,11 @@ from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import PredictedUse, Prediction
 from weighin.suite import registry
-from weighin.units import KIB, MIB
+from weighin.units import MIB
 
 COPIES = {
     "write": (1, 1), "sgd": (2, 2), "adamw": (6, 6), "deepcopy": (1, 2), "save": (0, 1),
-    "fork": (2, 3), "twice": (1, 2),
+    "twice": (1, 2),
 }  # fmt: skip
 """The peak of a use of a mapped and of a copied model, in copies of the weight.
 
@@ -61,7 +61,7 @@ def used(one: Prediction) -> PredictedUse:
 def copies(one: Prediction) -> float:
     """Return the anonymous peak of the use above the import of torch, as copies of the weight."""
     assert one.baseline_anon_bytes
-    return (used(one).all_peak_bytes - one.baseline_anon_bytes) / WEIGHT_BYTES
+    return ((used(one).host_anon_peak_bytes or 0) - one.baseline_anon_bytes) / WEIGHT_BYTES
 
 
 @pytest.mark.parametrize("use", COPIES)
@@ -94,26 +94,19 @@ def test_a_model_on_the_gpu_is_used_there(followed: Followed) -> None:
         followed["mmap_assign", *where] for where in (("to-device", "cpu"), ("adamw", "cuda"))
     )
     assert (moved.cuda_requested_bytes, used(moved).cuda_requested_bytes) == (0, WEIGHTS)
-    assert moved.cuda_with_use("cuda_requested_bytes") == WEIGHTS
+    assert moved.with_use("cuda_requested_bytes") == WEIGHTS
     assert moved.reasons[0].startswith("maps one copy of the weights")
     assert trained.cuda_requested_bytes == WEIGHTS
     assert round((used(trained).cuda_requested_bytes or 0) / WEIGHT_BYTES, 1) == 6.0
 
 
-@pytest.mark.parametrize("use", ["adamw", "fork"])
-def test_a_floor_holds_the_load_and_the_use(followed: Followed, use: str) -> None:
-    one = followed["load_assign", use, "cpu"]
-    most = used(one).all_most_bytes
+def test_a_floor_holds_the_load_and_the_use(followed: Followed) -> None:
+    one = followed["load_assign", "adamw", "cpu"]
+    most = used(one).host_anon_most_bytes
     possible = most + most // 100 + 16 * MIB
     assert one.floor_bytes == possible + possible // 512 + 16 * MIB
     assert (one.host_anon_peak_bytes or 0) < most  # that of the load alone
-    assert [phase.name for phase in one.phases][-2:] == ["touch", f"use: {use}"]
-
-
-def test_each_forked_process_has_its_own_weights(followed: Followed) -> None:
-    each = WEIGHTS + 4 * MIB
-    private = used(followed["mmap_assign", "fork", "cpu"]).children_private_bytes
-    assert private == pytest.approx((each, each), abs=8 * KIB)
+    assert [phase.name for phase in one.phases][-2:] == ["touch", "use: adamw"]
 
 
 def test_the_work_of_a_load_does_not_include_the_use(followed: Followed) -> None:

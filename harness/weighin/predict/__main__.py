@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,11 +41,7 @@ from weighin.worker import uses
 from weighin.worker.loading import example_inputs, settle_math
 
 _PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
-_STARTS: Final = (
-    "subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system",
-)  # fmt: skip
 _REFUSED: Final = "the strategy starts a process, whose memory a prediction cannot compute"
-_refused: list[str] = []
 
 
 def main() -> None:
@@ -126,7 +121,13 @@ def _in_fork(
         # One line: a process that the strategy started may hold the pipe open.
         text = pipe.readline()
     _, status = os.waitpid(child, 0)
-    if _end_children():
+    started = False
+    while children := psutil.Process().children():  # of a killed process, they become this one's
+        started = True
+        for one in children:
+            os.kill(one.pid, signal.SIGKILL)
+            os.waitpid(one.pid, 0)
+    if started:
         return {"cannot": f"CannotFollow: {_REFUSED}"}
     if text:
         reply: dict[str, Any] = json.loads(text)
@@ -163,58 +164,30 @@ def _make(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
 def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     builder = resolve_builder(cell.model.builder)
     from weighin.predict.process import PRELOADED
-    from weighin.predict.simulate import UseToFollow, run
+    from weighin.predict.simulate import run
 
     hidden_bytes = PRELOADED.anon_bytes
-    use = None
-    if cell.use or request["forward"]:
+    use = cell.use or (FORWARD if request["forward"] else "")
+    inputs = function = None
+    if use:
         inputs = example_inputs(builder, cell.model.kwargs, getattr(torch, cell.dtype))
-        use = UseToFollow(cell.use or FORWARD, None, inputs)
     if cell.use:
         uses.prepare(cell.use)
-        job = Job(cell, "", "", "", use_path=request["use_path"])
-        use = UseToFollow(cell.use, uses.function_of(job), inputs)
+        function = uses.function_of(Job(cell, "", "", "", use_path=request["use_path"]))
     # A worker reads the manifest, too, which shapes the heap.
     manifest = read_manifest(Path(request["manifest"]))
     own_bytes = request["own_bytes"] - (hidden_bytes - PRELOADED.anon_bytes)
     baseline = replace(Memory(**request["baseline"]), anon_bytes=anon_bytes() - own_bytes)
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
-    sys.addaudithook(_refuse_process)
     predicted = run(
         cell, builder, checkpoint, strategy, baseline, own_bytes,
-        request["read_ahead_bytes"], request["kernels_bytes"], use,
+        request["read_ahead_bytes"], request["kernels_bytes"], use, function, inputs,
     )  # fmt: skip
     del manifest
-    _check_processes()
+    # Of processes that the strategy awaited; ``_in_fork`` finds those that still run.
+    if resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
+        raise CannotFollow(_REFUSED)
     return asdict(predicted)
-
-
-def _refuse_process(event: str, _arguments: object) -> None:
-    """Refuse to start a process, of which Python reports most ways as an audit event.
-
-    ``multiprocessing`` and C code start processes without an event; ``_check_processes`` finds them.
-    """
-    if event in _STARTS:
-        _refused.append(event)
-        raise CannotFollow(_REFUSED)
-
-
-def _check_processes() -> None:
-    """Raise CannotFollow if the strategy started a process, or tried to and caught the exception."""
-    of_children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    if _refused or of_children or psutil.Process().children():
-        raise CannotFollow(_REFUSED)
-
-
-def _end_children() -> bool:
-    """Kill all children of this process and their descendants; return whether there were any."""
-    found = False
-    while children := psutil.Process().children():  # of a killed process, they become this one's
-        found = True
-        for child in children:
-            os.kill(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
-    return found
 
 
 if __name__ == "__main__":

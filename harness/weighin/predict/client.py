@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from weighin import child_process
-from weighin.cell import Cell, ModelSpec
+from weighin.cell import FORK, Cell, ModelSpec
 from weighin.checkpoint import staging
 from weighin.errors import ConfigError, HarnessError
 from weighin.plan.task import Planned
@@ -108,6 +108,8 @@ def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Pat
 def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
     if planned.cell.environment:
         return f"weighin cannot predict the effect of {', '.join(planned.cell.settings)}"
+    if planned.cell.use == FORK:
+        return "weighin measures forked processes, but cannot predict their memory"
     if planned.strategy.shares_load:
         return "weighin cannot predict the memory of tensors that ranks send to each other"
     if planned.selection:
@@ -115,6 +117,8 @@ def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
     found = quantised.of_model(planned.cell.model)
     if found and (planned.strategy.pretrained or not found.dequantises):
         return f"weighin cannot predict how {planned.strategy.name} loads weights that are quantised with {found.method}"
+    if planned.cell.format == gguf.NAME and planned.strategy.pretrained:
+        return f"{planned.strategy.pretrained} dequantises a GGUF file in code of its own"
     options = planned.cell.options
     if options.get("disable_mmap") and planned.cell.format != gguf.NAME:
         return "weighin cannot predict which of the files' bytes disable_mmap keeps in memory"

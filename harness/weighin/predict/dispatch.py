@@ -41,22 +41,6 @@ class Call:
         self.name = _name(func)
         self.inputs = _tensors((args, kwargs))
 
-    @property
-    def has_no_memory(self) -> bool:
-        """Whether the operation uses only the meta device, whose tensors have no memory."""
-        target = self.kwargs.get("device")
-        if target is not None:
-            return torch.device(target).type == "meta"
-        return bool(self.inputs) and all(tensor.is_meta for tensor in self.inputs)
-
-    @property
-    def written(self) -> list[torch.Tensor]:
-        """The tensors to which the operation writes, according to its schema."""
-        arguments = self.func._schema.arguments
-        names = [one.name for one in arguments]
-        given = dict(zip(names, self.args, strict=False)) | self.kwargs
-        return _tensors([given.get(one.name) for one in arguments if _is_written(one)])
-
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
 
@@ -102,7 +86,11 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = Call(func, args, kwargs or {})
-        if call.has_no_memory:
+        if (target := call.kwargs.get("device")) is None:
+            is_meta = bool(call.inputs) and all(tensor.is_meta for tensor in call.inputs)
+        else:
+            is_meta = torch.device(target).type == "meta"
+        if is_meta:  # without memory
             return call.run()
         ledger = self._ledger
         inherited: Place | None = None
@@ -144,7 +132,9 @@ class Operations(TorchDispatchMode):
         return self._written(torch.empty(size, dtype=dtype, device="meta"), call)
 
     def _writes(self, call: Call) -> Any:
-        written = call.written
+        arguments = call.func._schema.arguments
+        given = dict(zip((one.name for one in arguments), call.args, strict=False)) | call.kwargs
+        written = _tensors([given.get(one.name) for one in arguments if _is_written(one)])
         if self._all_real(call.inputs):
             return call.run()
         for tensor in call.inputs:

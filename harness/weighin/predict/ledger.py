@@ -30,30 +30,20 @@ Place = Literal["host", "pinned", "file", "cuda", "meta"]
 SMALL_BYTES: Final = 64 * KIB
 """Storages up to this size are really written, because code may read their values."""
 
-_OF_PHASES: Final = ("host_anon_peak_bytes", "host_file_peak_bytes")
-
-_ATTRIBUTE: Final = "_weighin_block"
-"""The attribute of a storage that refers to its ``MemoryBlock``, and that exists as long as the
-storage's memory, because both belong to one Python object.
-"""
+_ATTRIBUTE: Final = "_weighin_block"  # of a storage: its MemoryBlock
 
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """One tensor storage, and the memory that it would use in a real load.
-
-    ``chunks`` are its blocks in the ledger's heaps. A ``real`` storage is really written, and so uses
-    memory of this process. If ``known``, its values are the same as in a real load. A block ends with its
-    storage, of which it is an attribute.
-    """
+    """The memory that a storage would use in a real load; it ends with the storage, as an attribute."""
 
     ledger: "Ledger"
     place: Place
     address: int
     nbytes: int
-    chunks: tuple[Block, ...] = ()
-    real: bool = False
-    known: bool = True
+    chunks: tuple[Block, ...] = ()  # in the ledger's heaps
+    real: bool = False  # really written, and so memory of this process
+    known: bool = True  # the values are the same as in a real load
     pages: Extents = field(default_factory=Extents)
     cuda: Block | None = None
 
@@ -65,7 +55,6 @@ class MemoryBlock:
 class MappedFile:
     """A private mapping of a file, and those of its pages that were read."""
 
-    path: str
     address: int
     nbytes: int
     pages: Extents = field(default_factory=Extents)
@@ -83,26 +72,19 @@ def anon_bytes() -> int:
 
 
 class Ledger:
-    """The current sums and the peaks of one symbolic run, in bytes.
-
-    Attributes:
-        work: the amounts of work that take time, by the field names of ``Work``.
-        peaks: the host's peaks, by the field names of ``Prediction``.
-        other_anon_bytes: anonymous memory of this process that a real load would not need.
-        forced_place: where new storages lie; None for the usual place.
-    """
+    """The current sums and the peaks of one symbolic run, in bytes."""
 
     def __init__(self, cuda: CachingAllocator | None, baseline: Memory, own_bytes: int = 0) -> None:
         self.cuda = cuda
         self.baseline = baseline
-        self.work: Counter[str] = Counter()
-        self.peaks: Counter[str] = Counter()
+        self.work: Counter[str] = Counter()  # by the field names of Work
+        self.peaks: Counter[str] = Counter()  # by the field names of Prediction
         self.phases: list[PredictedPhase] = []
-        self.other_anon_bytes = own_bytes
+        self.other_anon_bytes = own_bytes  # of this process, which a real load would not need
         self.pinned_bytes = 0
-        self.forced_place: Place | None = None
+        self.forced_place: Place | None = None  # of new storages; None for the usual place
         self._files: list[MappedFile] = []
-        self._heaps = Heap(), Heap(reuses=True), Heap(pinned=True)
+        self.heaps = Heap(), Heap(reuses=True), Heap(pinned=True)
         self._free_pinned: Counter[int] = Counter()
         self._mapped_anon_bytes = 0
         self._phase_peaks: Counter[str] = Counter()
@@ -139,7 +121,7 @@ class Ledger:
         elif place == "pinned":
             self._pin(nbytes)
         elif place == "host" and allocated and not block.real:
-            block.chunks = tuple(heap.malloc(nbytes) for heap in self._heaps)
+            block.chunks = tuple(heap.malloc(nbytes) for heap in self.heaps)
         setattr(storage, _ATTRIBUTE, block)
         return block
 
@@ -150,7 +132,7 @@ class Ledger:
         elif block.place == "pinned":
             self._free_pinned[_pinned_size(block.nbytes)] += 1
         else:
-            for heap, chunk in zip(self._heaps, block.chunks, strict=False):
+            for heap, chunk in zip(self.heaps, block.chunks, strict=False):
                 heap.free(chunk)
             # Without the heap, whose freed pages may stay resident.
             self._mapped_anon_bytes -= block.pages.nbytes
@@ -179,7 +161,7 @@ class Ledger:
         elif block.place == "host" and block.chunks and block.chunks[0].in_heap:
             fresh, *_ = (
                 heap.pages.add(start - block.address + chunk.address, length)
-                for heap, chunk in zip(self._heaps, block.chunks, strict=True)
+                for heap, chunk in zip(self.heaps, block.chunks, strict=True)
             )
             self.work["fresh_bytes"] += fresh
         elif block.place in ("host", "file"):  # a written page of a private mapping is anonymous
@@ -219,11 +201,6 @@ class Ledger:
         """Count ``nbytes`` of this process's memory as the predicted load's, no longer as other memory."""
         self.other_anon_bytes -= nbytes
 
-    def trimmed(self) -> None:
-        """Record that ``malloc_trim`` released all free pages of the heap."""
-        for heap in self._heaps:
-            heap.trim()
-
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
         """Return a storage without resident memory, which may be larger than the machine's RAM.
 
@@ -240,7 +217,7 @@ class Ledger:
         with Path(path).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), nbytes, flags=flags, prot=prot)
         storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
-        mapped_file = MappedFile(path, storage.data_ptr(), nbytes)
+        mapped_file = MappedFile(storage.data_ptr(), nbytes)
         self._files.append(mapped_file)
         weakref.finalize(mapped, self._files.remove, mapped_file).atexit = False
         return storage
@@ -250,31 +227,24 @@ class Ledger:
     @property
     def tensor_bytes(self) -> int:
         """The anonymous and page-locked memory of large tensors; ``anon_bytes`` has small ones."""
-        return self._heaps[0].pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
+        return self.heaps[0].pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
 
     @property
     def shared_bytes(self) -> int:
         """The shared memory of the process now, which takes RAM as anonymous memory does."""
         return self.baseline.shmem_bytes + self.pinned_bytes
 
-    @property
-    def file_bytes(self) -> int:
-        return self.baseline.file_bytes + sum(file.pages.nbytes for file in self._files)
-
     def update(self) -> None:
-        """Raise the peaks to the current sums.
-
-        Page-locked memory is not anonymous: the CUDA driver shares it, and the kernel counts it as
-        shared memory.
-        """
+        """Raise the peaks to the current sums; the kernel counts page-locked memory as shared."""
         outside = anon_bytes() - self.other_anon_bytes + self._mapped_anon_bytes
-        usual, reusing, pinned = (outside + heap.pages.nbytes for heap in self._heaps)
+        usual, reusing, pinned = (outside + heap.pages.nbytes for heap in self.heaps)
         sums = {
             "host_anon_peak_bytes": usual,
             "host_anon_least_bytes": reusing,
             "host_anon_most_bytes": pinned,
             "tensor_peak_bytes": self.tensor_bytes,
-            "host_file_peak_bytes": self.file_bytes,
+            "host_file_peak_bytes": self.baseline.file_bytes
+            + sum(file.pages.nbytes for file in self._files),
         }
         for peaks in (self.peaks, self._phase_peaks):
             for name, size in sums.items():
@@ -307,7 +277,8 @@ class Ledger:
             self.cuda.reset_peaks()
         yield
         self.update()
-        host = {key: self._phase_peaks[key] for key in _OF_PHASES}
+        names = ("host_anon_peak_bytes", "host_file_peak_bytes")
+        host = {key: self._phase_peaks[key] for key in names}
         self.phases.append(PredictedPhase(name, **host, **self.cuda_peaks))
 
 

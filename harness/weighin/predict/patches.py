@@ -14,7 +14,7 @@ import json
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +26,6 @@ from torch.utils import _device
 
 from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
-from weighin.stream import gguf_files as gguf
 from weighin.units import MIB
 
 _CERTAIN_DEVIATIONS: Final = 8  # a normal distribution exceeds 8 standard deviations once in 1e15
@@ -75,13 +74,8 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
         )
 
     original = Path.read_bytes
-    fakes = {module.load: load, module.load_file: load_file}
-    # Some values cannot be hashed, so a lookup would fail.
-    found = {
-        name: fakes[value]
-        for name, value in names.items()
-        if any(value is function for function in fakes)
-    }
+    fakes = ((module.load, load), (module.load_file, load_file))
+    found = {name: fake for name, value in names.items() for real, fake in fakes if value is real}
     with patch.dict(names, found), patch.object(Path, "read_bytes", read_bytes):
         yield
 
@@ -170,7 +164,8 @@ def _streaming(ledger: Ledger) -> Iterator[Any]:
 
     def give_back_heap() -> None:
         original()
-        ledger.trimmed()
+        for heap in ledger.heaps:
+            heap.trim()
 
     yield patch.object(filling, "fill", fill)
     yield patch.object(construct, "give_back_heap", give_back_heap)
@@ -202,33 +197,6 @@ def _truncated() -> Any:
             return tensor
 
     return patch.object(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
-
-
-@contextmanager
-def gguf_reads(checkpoint: Path) -> Iterator[None]:
-    """Refuse to dequantise a GGUF file by transformers' own code, which computes with numpy."""
-    if not gguf.is_file(checkpoint):
-        yield
-        return
-    from transformers import modeling_gguf_pytorch_utils as module
-
-    original: Callable[..., Any] = module.load_gguf_checkpoint
-
-    def load_gguf_checkpoint(path: Any, return_tensors: bool = False, **_: Any) -> Any:
-        if return_tensors:
-            raise CannotFollow("transformers dequantises a GGUF file in code of its own")
-        return original(path)
-
-    def load_gguf_state_dict(_header: Any) -> Any:
-        raise CannotFollow("transformers dequantises a GGUF file in code of its own")
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(module, "load_gguf_checkpoint", load_gguf_checkpoint))
-        with suppress(ImportError):  # before transformers 5.20
-            from transformers.quantizers import quantizer_gguf as newer
-
-            stack.enter_context(patch.object(newer, "load_gguf_state_dict", load_gguf_state_dict))
-        yield
 
 
 class Devices(TorchFunctionMode):

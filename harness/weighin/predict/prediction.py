@@ -40,29 +40,17 @@ class PredictedPhase(Peaks):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work on the host that costs time, from a load's start until every byte was read once.
+    """The work on the host that costs time, from a load's start until every byte was read once."""
 
-    Attributes:
-        read_bytes: the bytes read from files through the page cache.
-        read_direct_bytes: the bytes read from files with direct I/O, by several threads.
-        mapped_bytes: the bytes read as pages of mapped files.
-        fresh_bytes: the size of pages that were written for the first time (since their release).
-        written_bytes: the bytes written by copies, fills and computations.
-        random_bytes: the size of the random numbers that constructors draw.
-        archives: the number of files that ``torch.load`` opened.
-        modules: the number of Python modules that were imported.
-        cpu_ns: the processor time of the symbolic run, whose Python code is that of the load.
-    """
-
-    read_bytes: int = 0
-    read_direct_bytes: int = 0
-    mapped_bytes: int = 0
-    fresh_bytes: int = 0
-    written_bytes: int = 0
-    random_bytes: int = 0
-    archives: int = 0
-    modules: int = 0
-    cpu_ns: int = 0
+    read_bytes: int = 0  # from files, through the page cache
+    read_direct_bytes: int = 0  # from files with direct I/O, by several threads
+    mapped_bytes: int = 0  # as pages of mapped files
+    fresh_bytes: int = 0  # of pages that were written for the first time (since their release)
+    written_bytes: int = 0  # by copies, fills and computations
+    random_bytes: int = 0  # of the random numbers that constructors draw
+    archives: int = 0  # files that torch.load opened
+    modules: int = 0  # Python modules that were imported
+    cpu_ns: int = 0  # processor time of the symbolic run, whose Python code is that of the load
 
     @property
     def disk_read_bytes(self) -> int:
@@ -72,76 +60,41 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class PredictedUse(Peaks):
-    """The predicted memory of a use (an operation on the loaded model), from its start to its end.
-
-    ``children_private_bytes`` is the private memory of each forked process at its end, and
-    ``tensor_peak_bytes`` includes the weights that they write; ``Prediction`` explains the others.
-    """
+    """The predicted memory of a use (an operation on the loaded model); ``Prediction`` explains it."""
 
     name: str
     host_anon_least_bytes: int
     host_anon_most_bytes: int
     tensor_peak_bytes: int
-    children_private_bytes: tuple[int, ...] = ()
-
-    @property
-    def all_peak_bytes(self) -> int:
-        """The peak of the anonymous memory of the process and its forked processes."""
-        return (self.host_anon_peak_bytes or 0) + sum(self.children_private_bytes)
-
-    @property
-    def all_least_bytes(self) -> int:
-        """The sum of ``host_anon_least_bytes`` and the private memory of forked processes."""
-        return self.host_anon_least_bytes + sum(self.children_private_bytes)
-
-    @property
-    def all_most_bytes(self) -> int:
-        """The sum of ``host_anon_most_bytes`` and the private memory of forked processes."""
-        return self.host_anon_most_bytes + sum(self.children_private_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction(Peaks):
-    """The predicted peaks of one load, from its start until every byte was read (``touch``).
-
-    Attributes:
-        use: the use that follows the load, if any. Only ``floor_bytes`` and ``phases`` include it.
-        checkpoint_dtype: the dtype of most bytes of the checkpoint that is loaded.
-        model_bytes: the size of all parameters and buffers; tied tensors count once.
-        baseline_anon_bytes, baseline_file_bytes: the memory before the load, after the import of torch.
-        host_anon_least_bytes: the anonymous peak in a process whose heap reuses the holes that freed
-            large blocks leave: the lowest case.
-        host_anon_most_bytes: this peak in a process where a small block above freed large blocks
-            keeps them in the heap: the highest case.
-        tensor_peak_bytes: the peak of anonymous and page-locked memory that large tensors use.
-        in_flight_bytes: the size of the pages that are being read from the disk at once while the
-            model is touched, which the kernel cannot reclaim. 0 if no file stays mapped.
-        floor_bytes: the smallest RAM limit under which load and use should work in every process.
-        disk_read_bytes: the bytes read from the checkpoint if no page of it is cached.
-        reasons: phrases that explain the peak, such as "keeps two copies of the weights".
-        is_mixed: whether the model may have tied weights, or several floating-point dtypes.
-        computes_buffers: whether the model may have buffers that no checkpoint has.
-        cannot: the reason why the cell has no prediction; empty if the cell was predicted.
-    """
+    """The predicted peaks of one load, from its start until every byte was read (``touch``)."""
 
     cell: Cell
-    cannot: str = ""
-    model_bytes: int | None = None
+    cannot: str = ""  # why the cell has no prediction
+    model_bytes: int | None = None  # all parameters and buffers; tied tensors count once
+    # The memory before the load, after the import of torch.
     baseline_anon_bytes: int | None = None
     baseline_file_bytes: int | None = None
+    # The anonymous peak in a process whose heap reuses the holes that freed large blocks leave, and
+    # in one where a small block above freed large blocks keeps them in the heap.
     host_anon_least_bytes: int | None = None
     host_anon_most_bytes: int | None = None
-    tensor_peak_bytes: int | None = None
+    tensor_peak_bytes: int | None = None  # anonymous and page-locked memory of large tensors
+    # The pages that are being read from the disk at once while the model is touched, which the kernel
+    # cannot reclaim; 0 if no file stays mapped.
     in_flight_bytes: int = 0
-    floor_bytes: int | None = None
-    disk_read_bytes: int | None = None
+    floor_bytes: int | None = None  # RAM limit under which load and use work in every process
+    disk_read_bytes: int | None = None  # if no page of the checkpoint is cached
     work: Work = Work()
-    phases: tuple[PredictedPhase, ...] = ()
-    reasons: tuple[str, ...] = ()
-    use: PredictedUse | None = None
-    checkpoint_dtype: str = ""
-    is_mixed: bool = True
-    computes_buffers: bool = True
+    phases: tuple[PredictedPhase, ...] = ()  # with that of the use
+    reasons: tuple[str, ...] = ()  # of the peak: "keeps two copies of the weights in memory"
+    use: PredictedUse | None = None  # which follows the load
+    checkpoint_dtype: str = ""  # of most bytes of the checkpoint that is loaded
+    is_mixed: bool = True  # the model may have tied weights, or several floating-point dtypes
+    computes_buffers: bool = True  # the model may have buffers that no checkpoint has
 
     @property
     def strategy(self) -> str:
@@ -152,9 +105,8 @@ class Prediction(Peaks):
         """The RAM limit that should suffice in some processes; the kernel may read ahead less then."""
         if self.floor_bytes is None:
             return None
-        least, most = self.host_anon_least_bytes or 0, self.host_anon_most_bytes or 0
-        if self.use:
-            least, most = max(least, self.use.all_least_bytes), max(most, self.use.all_most_bytes)
+        least = self.with_use("host_anon_least_bytes") or 0
+        most = self.with_use("host_anon_most_bytes") or 0
         return self.floor_bytes - (most - least) - self.in_flight_bytes
 
     @property
@@ -163,21 +115,11 @@ class Prediction(Peaks):
         most = self.host_anon_most_bytes or self.host_anon_peak_bytes
         if self.floor_bytes is None or most is None:
             return ABOVE_PEAK_BYTES
-        return self.floor_bytes - max(most, self.use.all_most_bytes if self.use else 0)
+        return self.floor_bytes - max(most, self.use.host_anon_most_bytes if self.use else 0)
 
-    @property
-    def use_floor_bytes(self) -> int | None:
-        """The smallest RAM limit that suffices for the use alone, without the load before it."""
-        return self.use.all_peak_bytes + self.above_peak_bytes if self.use else None
-
-    @property
-    def tensors_with_use_bytes(self) -> int:
-        """The larger of the load's and the use's ``tensor_peak_bytes``."""
-        return max(self.tensor_peak_bytes or 0, self.use.tensor_peak_bytes if self.use else 0)
-
-    def cuda_with_use(self, name: str) -> int | None:
-        """Return the larger of the load's and the use's peak ("cuda_reserved_bytes")."""
-        sizes = [getattr(self, name), getattr(self.use, name) if self.use else None]
+    def with_use(self, name: str) -> int | None:
+        """Return the larger of the load's and the use's peak, such as "cuda_reserved_bytes"."""
+        sizes = [getattr(one, name) for one in (self, self.use) if one]
         return max((size for size in sizes if size is not None), default=None)
 
 

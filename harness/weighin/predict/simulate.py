@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, Final
@@ -14,14 +14,14 @@ from unittest.mock import patch
 
 import torch
 
-from weighin.cell import FORK, TRAINING, Cell, ModelSpec, phase_of
+from weighin.cell import TRAINING, Cell, ModelSpec, phase_of
 from weighin.checkpoint import reader, truth
 from weighin.checkpoint.checksum import CELL_DTYPES
 from weighin.checkpoint.manifest import Manifest
-from weighin.predict.allocators import CachingAllocator, Extents
+from weighin.predict.allocators import CachingAllocator
 from weighin.predict.dispatch import CannotFollow, Operations
-from weighin.predict.ledger import Ledger, anon_bytes, extent
-from weighin.predict.patches import declared, gguf_reads, pretended, safetensors_reads
+from weighin.predict.ledger import Ledger, anon_bytes
+from weighin.predict.patches import declared, pretended, safetensors_reads
 from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedUse, Prediction, Work, reasons
 from weighin.predict.process import PRELOADED
 from weighin.probes.process import memory_of, read_status
@@ -35,17 +35,15 @@ from weighin.stream.tensors import named_tensors, tensors_in, tied_names
 from weighin.stream.write import write
 from weighin.units import MIB
 from weighin.worker.loading import Inputs, Load, identity, import_strategy, touch
-from weighin.worker.uses import CHILDREN, Function
+from weighin.worker.uses import Function
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
-_USE_SHARE: Final = 100
 _USE_BYTES: Final = 16 * MIB
 """The RAM floor of a use adds 1 % and these bytes to the predicted peak, which may be too low: in each
 run, the pages that a backward pass frees are at different addresses of the heap.
 """
 _PART: Final = 4096  # rows or columns of a matrix: a larger matrix needs no larger buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no more memory
-_OF_A_CHILD_BYTES: Final = 4 * MIB  # private memory of a forked process, without weights it writes
 
 
 def make_sparse(
@@ -122,17 +120,8 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
     if quantised.of_model(model) or formats.detect(source) == gguf.NAME or adapter_of(model):
         return  # the load of the cell alone tells
     ledger = Ledger(None, memory_of(read_status()))
-    with suppress(CannotFollow), _intercepted(ledger, source):
+    with suppress(CannotFollow), _intercepted(ledger):
         truth.loaded(model, source, getattr(torch, own_dtype(model)))
-
-
-@dataclass(frozen=True, slots=True)
-class UseToFollow:
-    """The use of a loaded model: its name, its function, and inputs of a forward pass."""
-
-    name: str
-    function: Function | None = None
-    inputs: Inputs | None = None
 
 
 def run(
@@ -140,20 +129,15 @@ def run(
     builder: Builder,
     checkpoint: Path,
     strategy: Path,
-    baseline: Memory,
-    own_bytes: int,
-    read_ahead_bytes: int,
-    kernels_bytes: int = 0,
-    use: UseToFollow | None = None,
+    baseline: Memory,  # of the parent process, of which this process is a fork
+    own_bytes: int,  # anonymous memory of this process that a measured process would not have
+    read_ahead_bytes: int,  # what the kernel reads ahead for a missing page of a mapped file
+    kernels_bytes: int = 0,  # the part of own_bytes that CUDA takes when a GPU first reads the model
+    use: str = "",
+    function: Function | None = None,
+    inputs: Inputs | None = None,
 ) -> Prediction:
-    """Run a cell's strategy on tensors without values; return the memory and work of a real load.
-
-    Args:
-        baseline: the memory of the parent process, of which this process is a fork.
-        own_bytes: the anonymous memory of this process that a measured process would not have.
-        read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
-        kernels_bytes: the part of ``own_bytes`` that CUDA takes when a GPU first reads the model.
-    """
+    """Run a cell's strategy on tensors without values; return the memory and work of a real load."""
     device = torch.device(cell.device)
     gpu = CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None
     ledger = Ledger(gpu, baseline, own_bytes)
@@ -167,7 +151,7 @@ def run(
         _builder=builder,
         _marks=ledger,
     )
-    with _intercepted(ledger, checkpoint):
+    with _intercepted(ledger):
         modules = len(sys.modules)
         load = import_strategy(strategy)
         with safetensors_reads(ledger, load.__globals__):
@@ -176,23 +160,28 @@ def run(
             ledger.work["cpu_ns"] = time.process_time_ns() - start_ns
         ledger.work["modules"] += len(sys.modules) - modules
     done = _ready(ledger, model, cell, read_ahead_bytes, kernels_bytes)
-    if use is None:
+    if not use:
         return done
-    if use.inputs and device.type == "cpu":
+    if inputs and device.type == "cpu":
         _multiply(model)
-    with _intercepted(ledger, checkpoint):
-        inputs = use.inputs and use.inputs.to(device)
-        used = _follow(ledger, model, replace(use, inputs=inputs))
-    most = used.all_most_bytes
-    most += most // _USE_SHARE + _USE_BYTES + ledger.shared_bytes
+    with _intercepted(ledger):
+        inputs = inputs and inputs.to(device)
+        ledger.restart_peaks()
+        with ledger.phase(phase_of(use)):
+            kept = _perform(ledger, model, use, function, inputs)
+            ledger.update()
+            del kept
+    used = PredictedUse(name=use, **ledger.figures, **ledger.cuda_peaks)
+    most = used.host_anon_most_bytes
+    most += most // 100 + _USE_BYTES + ledger.shared_bytes
     floor = max(done.floor_bytes or 0, _floor(most, done.in_flight_bytes))
     return replace(done, use=used, floor_bytes=floor, phases=tuple(ledger.phases))
 
 
 @contextmanager
-def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
+def _intercepted(ledger: Ledger) -> Iterator[None]:
     gpu = pretended(ledger) if ledger.cuda else nullcontext()
-    with declared(ledger), gguf_reads(checkpoint), gpu, Operations(ledger):
+    with declared(ledger), gpu, Operations(ledger):
         yield
 
 
@@ -267,49 +256,32 @@ def _multiply(model: torch.nn.Module) -> None:
         torch.nn.functional.linear(some_tokens, torch.zeros(rows, columns, dtype=dtype))
 
 
-def _follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> PredictedUse:
-    """Run the use, recorded as one phase, and return its peaks; the use "fork" is only computed.
-
-    Raises:
-        CannotFollow: the use runs code whose memory cannot be predicted.
-    """
-    ledger.restart_peaks()
-    written_bytes = 0
-    children: tuple[int, ...] = ()
-    with ledger.phase(phase_of(use.name)):
-        if use.name == FORK:
-            pages = Extents()
-            written_bytes = sum(pages.add(*extent(t)) for t in named_tensors(model).values())
-            children = (written_bytes + _OF_A_CHILD_BYTES,) * CHILDREN
-        else:
-            kept = _perform(ledger, model, use)
-            ledger.update()
-            del kept
-    figures = ledger.figures | ledger.cuda_peaks
-    figures["tensor_peak_bytes"] += CHILDREN * written_bytes
-    return PredictedUse(name=use.name, children_private_bytes=children, **figures)
-
-
-def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
-    if use.function is None:
-        if use.inputs is None:
+def _perform(
+    ledger: Ledger,
+    model: torch.nn.Module,
+    use: str,
+    function: Function | None,
+    inputs: Inputs | None,
+) -> Any:
+    if function is None:
+        if inputs is None:
             raise CannotFollow("the model's module has no example_inputs for a forward pass")
         model.eval()
         with torch.inference_mode():
-            for tensor in tensors_in(model(*use.inputs.positional, **use.inputs.keywords)):
+            for tensor in tensors_in(model(*inputs.positional, **inputs.keywords)):
                 torch.isfinite(tensor).all()
         return None
     with tempfile.TemporaryDirectory() as folder, _saves():
         try:
-            return use.function(model, use.inputs, Path(folder))
+            return function(model, inputs, Path(folder))
         except (CannotFollow, RuntimeError, NotImplementedError):
-            if use.name not in TRAINING or use.inputs is None:
+            if use not in TRAINING or inputs is None:
                 raise
         # Without inputs, the use makes its own gradients; only the activations are then missing.
         for weight in model.parameters():
             weight.grad = None
         ledger.restart_peaks()
-        return use.function(model, None, Path(folder))
+        return function(model, None, Path(folder))
 
 
 def _saves() -> Any:
