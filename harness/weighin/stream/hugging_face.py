@@ -16,24 +16,12 @@ import torch
 from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
 from weighin.models import pretrained
 from weighin.models.description import chosen_class, described_gguf
-from weighin.stream import foreign, formats, quantised
+from weighin.stream import foreign, formats, pretrained_folder, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.bytes import mapped
 from weighin.stream.construct import construct, without_weights
 from weighin.stream.foreign import lacks, no_model
-from weighin.stream.pretrained_folder import (
-    CONFIG,
-    PretrainedFolder,
-    adapter_note,
-    dtype_of,
-    find_weights,
-    is_pretrained,
-    listed_parts,
-    parts_with_weights,
-    path_of,
-    read_folder,
-    refuse_adapter,
-)
+from weighin.stream.pretrained_folder import PretrainedFolder
 from weighin.stream.pretrained_library import (
     ARGUMENT,
     DIFFUSERS,
@@ -109,7 +97,7 @@ def load_pretrained(
         ConfigError: a package is missing or has no such class; the folder contains code, and
             ``trust_remote_code`` is false; or the kind of ``folder`` does not allow an argument.
     """
-    path = path_of(Path(folder), revision, may_lack=False)
+    path = pretrained_folder.path_of(Path(folder), revision, may_lack=False)
     if (path / PIPELINE).is_file():
         raise no_model(path)
     given = {
@@ -130,26 +118,27 @@ def load_pretrained(
     if place.type != "cpu":
         options["device_map"] = {"": place}
     selection = Selection(key, strip_prefix)
-    if find_weights(path, variant) is None and gguf.matches(path):
+    if pretrained_folder.find_weights(path, variant) is None and gguf.matches(path):
         check_used("a GGUF file")
         file = gguf.file_of(path)
         named = model_class or described_gguf(file)["architecture"]
         load = Load(gguf.read(file), threads, ignores_adapter=True)
         return _loaded({"architecture": named, ARGUMENT: adapter}, file, load, options)
-    has_config = is_pretrained(path)
+    has_config = pretrained_folder.is_pretrained(path)
     is_one_part = has_config and bool(model_class or adapter)  # the transformer alone
-    if not is_one_part and (parts := parts_with_weights(path)):
+    if not is_one_part and (parts := pretrained_folder.parts_with_weights(path)):
         check_used("a sentence-transformers folder of several parts")
         return _of_sentences(path, parts, kind, place, threads)
     if not has_config:
-        if broken := foreign.broken_link(path / CONFIG):
+        if broken := foreign.broken_link(path / pretrained_folder.CONFIG):
             raise broken
         formats.detect(path)  # raises a more exact error for a path that is no checkpoint
         raise CheckpointError(
             f"{path}: not a Hugging Face folder: it has no config.json",
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
-    found = read_folder(path, FolderChoice(variant, model_class, revision, trust_remote_code))
+    choice = FolderChoice(variant, model_class, revision, trust_remote_code)
+    found = pretrained_folder.read_folder(path, choice)
     if found.library in (DIFFUSERS, TIMM):
         check_used(f"a folder of {found.library.name}")
         wanted = getattr(torch, kind) if isinstance(kind, str) else kind or torch.float32
@@ -189,10 +178,10 @@ def _of_transformers(
     options: dict[str, Any],
 ) -> Any:
     load = Load(slices, threads, ignores_adapter=True)
-    dtype_of(found.config)  # raises for a dtype that transformers cannot read
+    pretrained_folder.dtype_of(found.config)  # raises for a dtype that transformers cannot read
     if not adapter:
-        refuse_adapter(found.path)
-        if note := adapter_note(found.path):
+        pretrained_folder.refuse_adapter(found.path)
+        if note := pretrained_folder.adapter_note(found.path):
             _log.warning(note)
     codes = quantised.of_folder(found.path, found.config, slices)
     if codes and not codes.dequantises:
@@ -267,13 +256,13 @@ def _of_sentences(
 ) -> Any:
     """Return ``SentenceTransformer(folder, device=device)``; without a dtype, in its own."""
     files: list[Path] = []
-    for index, place in enumerate(listed_parts(folder)):
+    for index, place in enumerate(pretrained_folder.listed_parts(folder)):
         if not isinstance(place, str) or ".." in Path(place).parts:
             raise CheckpointError(
                 f"{folder / 'modules.json'}: part {index} has no 'path' that lies within the folder",
                 "save the model again: SentenceTransformer.save(FOLDER)",
             )
-        if weights := find_weights(folder / place):
+        if weights := pretrained_folder.find_weights(folder / place):
             files += formats.files(weights)
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {', '.join(parts)}"
     with extra("sentence-transformers", f"{what},"):
