@@ -112,8 +112,8 @@ def _dtype_in(folder: PretrainedFolder, slices: Sequence[Slice]) -> str:
         index = next(file for file in candidates(index) if file.name.endswith(".index.json"))
     if index.suffix == ".json":
         metadata = foreign.read_object(index, foreign.RESAVE).get("metadata")
-        named = {"dtype": metadata.get("dtype")} if isinstance(metadata, dict) else {}
-        if dtype := dtype_of(named, index):
+        named = metadata.get("dtype") if isinstance(metadata, dict) else None
+        if dtype := dtype_of({"dtype": named}, index):
             return dtype
     first = min((one.file.name for one in slices), default="")
     stored = [one for one in slices if one.file.name == first]
@@ -200,18 +200,12 @@ def chosen_class(folder: PretrainedFolder) -> tuple[str, dict[str, str] | None]:
         )
     if has_code:
         auto_class(config, wanted)  # raises the error, because the code is missing
-    what, repair = (
-        f"{folder.path / CONFIG} names neither 'architectures' nor 'model_type'",
-        _NAME_IT,
-    )
-    if kind is not None or folder.architectures or choice.model_class:
-        what = (
-            f"transformers has no {one_line(wanted)} for the model type {one_line(str(kind))} in"
-            f" {folder.path / CONFIG}"
-        )
-    if classes := list(dict.fromkeys(name for names in known.values() for name in names)):
-        repair = f"{_NAME_IT}, one of {few(classes, 6)}"
-    raise ConfigError(what, repair)
+    file, shown = folder.path / CONFIG, one_line(str(kind))
+    what = f"transformers has no {one_line(wanted)} for the model type {shown} in {file}"
+    if kind is None and not folder.architectures and not choice.model_class:
+        what = f"{file} names neither 'architectures' nor 'model_type'"
+    classes = list(dict.fromkeys(name for names in known.values() for name in names))
+    raise ConfigError(what, f"{_NAME_IT}, one of {few(classes, 6)}" if classes else _NAME_IT)
 
 
 def _classes_of(model_type: object) -> dict[str, tuple[str, ...]]:
