@@ -21,6 +21,7 @@ MOST_BYTES: Final = 32 * 1024**2  # of a pickle: 200 times the size of GPT-2 XL'
 _MOST_INSTRUCTIONS: Final = 3_000_000  # each may push a number of some 40 bytes
 _MOST_OBJECTS: Final = 700_000  # of some 100 to 200 bytes each; a tensor takes ten
 _MOST_NAMES: Final = 10_000  # of classes and functions
+_MOST_ARGUMENTS: Final = 16  # each call may copy all of them
 _LONGEST_NAME: Final = 500  # characters of a class or function, and as many of its module
 
 _STORED_BYTES: Final = {
@@ -40,8 +41,9 @@ _OF_STORAGES: Final = ("torch", "torch.cuda", "torch.storage")
 _REBUILD: Final = "torch._utils._rebuild_"
 _TYPED: Final = "torch._tensor._rebuild_from_type_v2"
 _NOT_READ: Final = (_REBUILD, "torch.nn.parameter.Uninitialized")  # sparse, nested, lazy, ...
-_SMALLER: Final = (
-    "load the file with torch, and save plain weights: torch.save(model.state_dict(), ...)"
+_NOWHERE: Final = Path()
+IF_TRUSTED: Final = (
+    "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
 )
 
 Malformed: Final = pickle.UnpicklingError
@@ -203,14 +205,13 @@ class Pickled(pickle._Unpickler):  # which is in Python: the one in C calls what
 
     def persistent_load(self, identity: Any, /) -> Any:
         match identity:
-            case ("module", Named() as kind, *_):
-                return kind
+            case ("module", Named() as module, *_):
+                return module
             case ("storage", Named(name), str(key), _, numel, *_):
-                return self._storage(name, key, numel, identity[5:6])
-        raise Malformed("a persistent id does not describe a storage")
-
-    def _storage(self, name: str, key: str, numel: Any, view: Any) -> Storage:
-        if view and view[0] is not None:
+                pass
+            case _:
+                raise Malformed("a persistent id does not describe a storage")
+        if len(identity) > 5 and identity[5] is not None:
             raise Malformed("a storage is a view of another, as torch wrote before 0.4")
         of, _, kind = name.rpartition(".")
         if of not in _OF_STORAGES or kind not in _STORAGES:
@@ -255,16 +256,10 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
         is_cut = "truncated: the file ends inside the pickle"
         raise CheckpointError(f"{what}: {is_cut}", resave if base else AGAIN) from error
     except _TooLarge as error:
-        raise CheckpointError(f"{path}: the pickle cannot be read: {error}", _SMALLER) from error
+        raise CheckpointError(f"{path}: the pickle cannot be read: {error}", IF_TRUSTED) from error
     except (Malformed, LookupError, ValueError, TypeError, AttributeError, OverflowError,
             MemoryError) as error:  # fmt: skip
         raise CheckpointError(f"{what}: {error}", resave) from error
-
-
-# Calls
-
-_MOST_ARGUMENTS: Final = 16
-_NOWHERE: Final = Path()
 
 
 def _called(function: Any, arguments: Any) -> Any:
@@ -277,7 +272,7 @@ def _called(function: Any, arguments: Any) -> Any:
     if make is None:
         return Opaque(function.name, [arguments], function.name.startswith(_NOT_READ))
     try:
-        return make(*arguments[:_MOST_ARGUMENTS])  # each call may copy all of them
+        return make(*arguments[:_MOST_ARGUMENTS])
     except (TypeError, ValueError) as error:
         what = f"{function.name} has other arguments than torch.save writes"
         raise Malformed(what) from error
@@ -335,10 +330,8 @@ def _tensor(
     if dtype not in ITEM_BYTES:
         return Opaque(kind, [source], is_tensor=True)
     # A list would be copied for each tensor that a crafted pickle makes of it.
-    are_tuples = (
-        isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride)
-    )
-    fits = are_tuples and is_sizes(shape) and is_sizes(stride) and is_sizes((offset,))
+    are_sizes = all(isinstance(one, tuple) and is_sizes(one) for one in (shape, stride, (offset,)))
+    fits = are_sizes and len(shape) == len(stride)
     if fits and prod([max(size, 1) for size in shape]) * ITEM_BYTES[dtype] <= LARGEST:
         start = 0 if 0 in shape else offset * ITEM_BYTES[dtype]
         found = Slice(source.key, shape, stride, dtype, _NOWHERE, start, 0, source.nbytes)

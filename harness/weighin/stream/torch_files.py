@@ -1,7 +1,7 @@
 """Read the files of ``torch.save``: zip archives, and the format of torch before 1.6.
 
 A zip archive has the pickled state dict in the record ``data.pkl``, and a record for each storage.
-The older format is, as torch.save(..., _use_new_zipfile_serialization=False) still writes it::
+The older format, which torch.save(..., _use_new_zipfile_serialization=False) still writes, is::
 
     pickle   0x1950a86a20f9469cfc6c, the magic number
     pickle   1001, the version
@@ -9,17 +9,15 @@ The older format is, as torch.save(..., _use_new_zipfile_serialization=False) st
     pickle   the state dict; each tensor refers to its storage by a key
     pickle   [key, ...], the order of the storages
     then for each storage: 8 bytes with its number of elements, and its bytes
-
-A training checkpoint also has settings, schedulers and random states, as objects of any class, which
-are records of ``pickles``.
 """
 
 import io
 import os
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -39,9 +37,6 @@ _BIG_ENDIAN: Final = (
     "the file was written on a big-endian machine, whose order of bytes weighin does not read"
 )
 _OPTIM_STATES: Final = "_optim_states.pt"
-_IF_TRUSTED: Final = (
-    "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
-)
 _SAVE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
 _PLAIN: Final = (
     "load it with the code that wrote it, make it a plain tensor with values (tensor.to_dense(),"
@@ -52,13 +47,12 @@ _FROM_NUMPY: Final = (
     "save tensors instead: torch.save({name: torch.from_numpy(array) for name, array in ...}, ...)"
 )
 
-Record = tuple[int, int]
-"""The offset of a record's first byte in the file, and the record's size in bytes."""
+Record = tuple[int, int]  # the offset of its first byte in the file, and its size in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """A file's value, its storages' places by key, and the first name that torch refuses."""
+    """A file's value, and the places of its storages by key."""
 
     path: Path
     value: Any
@@ -78,12 +72,10 @@ class TorchFile:
 
         Without a key, its only other values may be extra states: more is a training checkpoint.
         """
-        inside = self.value
-        if key:
-            missing = object()
-            inside = next(_at_key(inside, key), missing)
-            if inside is missing:
-                raise no_key(self.path, key, self.value if isinstance(self.value, dict) else ())
+        found = [*_at_key(self.value, key)] if key else [self.value]
+        if not found:
+            raise no_key(self.path, key, self.value if isinstance(self.value, dict) else ())
+        inside = found[0]
         if not isinstance(inside, dict):
             raise self._no_state_dict(key if isinstance(inside, Opaque) else "", inside)
         tensors: dict[str, Slice] = {}
@@ -95,16 +87,17 @@ class TorchFile:
         for name, item in values.items():
             if tensors and is_extra_state(name):
                 continue  # torch.load reads it
-            inner = [*_inside(item, seen)]
-            holds = any(isinstance(one, Slice) or getattr(one, "is_tensor", False) for one in inner)
+            inner = [*_inside(_joined(key, name), item, seen)]
+            holds = any(
+                isinstance(one, Slice) or getattr(one, "is_tensor", False) for _, one in inner
+            )
             if holds or not (key and tensors and isinstance(name, str)):
-                odd = next((one for one in inner if _is_object(one)), None)
-                place = f"{key}.{name}" if key and odd else name
-                raise self._no_state_dict(place, odd or item)
-        found = Checkpoint(self.slice(name, tensor) for name, tensor in tensors.items())
-        found.files, found.values = (self.path,), values
-        found.metadata = getattr(inside, "metadata", None)
-        return found
+                odd = (each for each in inner if _is_object(each[1]))
+                raise self._no_state_dict(*next(odd, (name, item)))
+        state = Checkpoint(self.slice(name, tensor) for name, tensor in tensors.items())
+        state.files, state.values = (self.path,), values
+        state.metadata = getattr(inside, "metadata", None)
+        return state
 
     def _no_state_dict(self, place: Any, item: Any) -> CheckpointError:
         """Return the exception for a state dict that cannot have ``item``."""
@@ -144,9 +137,6 @@ def open_file(path: Path, base: int = 0, length: int | None = None) -> TorchFile
             return _open_archive(_Window(path, file.fileno(), base, size))
     except OSError as error:
         raise foreign.unreadable(path, error) from error
-
-
-# Zip archives
 
 
 class _Window:
@@ -245,13 +235,8 @@ def _records(window: _Window) -> dict[str, Record]:
         records[name] = at, info.file_size
         reached = at + info.file_size
     if infos and infos[0].header_offset:
-        raise foreign.damaged(
-            path, "something lies before the archive, where torch.load would read it"
-        )
+        raise foreign.damaged(path, "something lies before the archive, where torch.load reads it")
     return records
-
-
-# The format of torch before 1.6
 
 
 def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
@@ -281,9 +266,6 @@ def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
     return TorchFile(path, pickled.value, places)
 
 
-# State dicts in nested dicts
-
-
 def is_extra_state(name: object) -> bool:
     """Tell whether a name in a state dict is the name of a module's extra state."""
     return isinstance(name, str) and "_extra_state" in name.split(".")
@@ -304,22 +286,31 @@ def _at_key(value: Any, key: str) -> Iterator[Any]:
         yield inside
 
 
-def _inside(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield a value and all that is in it, in order, without those whose ids are in ``seen``.
+def _inside(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield a value and all that is in it, in order, each with its dotted key.
 
-    Each is yielded once, because a crafted pickle may refer to one value many times.
+    Those whose ids are in ``seen`` are left out: a crafted pickle may refer to one value many times.
     """
-    todo = [value]
+    todo = [(place, value)]
     while todo:
-        one = todo.pop()
+        above, one = todo.pop()
         if not isinstance(one, dict | list | tuple | Opaque | Slice) or id(one) in seen:
             continue
         seen.add(id(one))
-        yield one
-        if isinstance(one, dict):
-            todo += reversed(one.values())
-        elif not isinstance(one, Slice):
-            todo += reversed(one.contents if isinstance(one, Opaque) else one)
+        yield above, one
+        if isinstance(one, Slice):
+            continue
+        if isinstance(one, Opaque):
+            items: Iterable[tuple[Any, Any]] = zip(repeat(None), one.contents)
+        else:
+            items = one.items() if isinstance(one, dict) else enumerate(one)
+        todo += reversed([(_joined(above, name), each) for name, each in items])
+
+
+def _joined(above: str, name: Any) -> str:
+    if not isinstance(name, str | int) or len(above) > 100:
+        return above
+    return f"{above}.{plain(str(name))}" if above else plain(str(name))
 
 
 def _is_object(value: Any) -> bool:
@@ -336,26 +327,16 @@ def _sizes(value: Any) -> dict[str, int]:
             continue
         seen.add(id(inside))
         rest = {name: one for name, one in inside.items() if not is_extra_state(name)}
-        tensors = [
-            one for name, one in rest.items() if isinstance(name, str) and isinstance(one, Slice)
-        ]
-        if above and tensors and len(tensors) == len(rest):
+        tensors = [one for one in rest.values() if isinstance(one, Slice)]
+        if above and tensors and len(tensors) == len(rest) and {*map(type, rest)} == {str}:
             places[above] = sum(one.nbytes for one in tensors)
             continue
         start = f"{above}." if above else ""
-        below = [
-            (f"{start}{name}", one)
-            for name, one in rest.items()
-            if isinstance(name, str)
-            and name
-            and "optim" not in name.lower()
-            and len(start) + len(name) <= _LONGEST_KEY
-        ]
-        todo += reversed(below)
+        for name in reversed(rest):
+            is_usual = isinstance(name, str) and 0 < len(name) <= _LONGEST_KEY - len(start)
+            if is_usual and "optim" not in name.lower():
+                todo.append((f"{start}{name}", rest[name]))
     return places
-
-
-# Errors for files without a state dict
 
 
 def with_key(sizes: Mapping[str, int]) -> str:
@@ -407,10 +388,10 @@ def _no_tensor(path: Path, place: Any, item: Any) -> CheckpointError:
         what, repair = f"{where} is a NumPy array, not a tensor", _FROM_NUMPY
     elif any(keys >= {"_parameters", "_buffers"} for keys in states):
         what = f"{where} is a whole pickled module ({title}), and was NOT executed"
-        repair = _IF_TRUSTED
+        repair = pickles.IF_TRUSTED
     elif _is_object(record):
         what = f"holds more than tensors, and was NOT executed: {where} refers to {title}"
-        repair = _IF_TRUSTED
+        repair = pickles.IF_TRUSTED
     elif place == "":
         what, repair = f"holds a {title}, not a state dict", _SAVE
     else:

@@ -12,11 +12,10 @@
         zero/layers.0.weight/fp32.pt                 the whole weight; other files are not read
         mp_rank_00_model_states.pt                   names, buffers and tied weights
 
-Each file of optimizer states has one flat tensor for each group of parameters. Under ZeRO 1 and 2,
-a group's flat tensors, joined over all ranks, are the group's parameters one after the other. Under
-ZeRO 3, each rank has a share of every parameter, and padding makes the shares equally long. weighin
-reads the same values as DeepSpeed's own ``zero_to_fp32.py``: trained weights in float32, buffers
-and frozen weights in the stored dtype.
+Each file of optimizer states has a flat tensor for each group of parameters. Under ZeRO 1 and 2, these, joined over
+all ranks, are the group's parameters one after the other; under ZeRO 3, each rank has an equal share of every
+parameter. Like DeepSpeed's own ``zero_to_fp32.py``, weighin reads trained weights in float32, and buffers and
+frozen weights in the stored dtype.
 """
 
 import re
@@ -34,6 +33,7 @@ from weighin.stream.torch_files import open_file
 from weighin.text import few, first_names, shown
 
 Shape = tuple[int, ...]
+Rows = Sequence[Sequence[Slice]]
 
 _RANK: Final = r"(?P<of>(?:[a-z0-9]+_)?zero_pp_rank_)(?P<rank>\d+)_"
 _OPTIMIZER: Final = rf"{_RANK}mp_rank_\d+_optim_states\.pt"
@@ -56,10 +56,8 @@ def format_of(path: Path) -> str:
 
 def read(path: Path, name: str) -> Checkpoint:
     """Return the model's tensors with their files and offsets."""
-    return _read_universal(path) if name == "deepspeed_universal" else _read_step(path)
-
-
-def _read_step(path: Path) -> Checkpoint:
+    if name == "deepspeed_universal":
+        return _read_universal(path)
     if divided := foreign.recognised("deepspeed", "\n".join(_matching(path, ".*")), path):
         raise divided
     models = _by_rank(path, _MODEL)
@@ -108,9 +106,6 @@ def _read_universal(path: Path) -> Checkpoint:
     return found
 
 
-# The files of one rank
-
-
 @contextmanager
 def _reading(file: Path, what: str) -> Iterator[None]:
     try:
@@ -137,7 +132,7 @@ class _ModelStates:
             self.module = Checkpoint() if value["module"] is None else pickled.checkpoint("module")
             groups = value.get("param_shapes")
             self.groups = None if groups is None else [_shapes(group) for group in groups]
-            self.ranks = value.get("dp_world_size", 1)
+            self.ranks = value.get("dp_world_size", 1) or 0
             self._frozen = _shapes(value.get("frozen_param_shapes") or {})
             shares = (value.get("frozen_param_fragments") or {}).items()
             self._shares = {name: pickled.slice(name, share) for name, share in shares}
@@ -201,9 +196,6 @@ def _shapes(value: Any) -> dict[str, Shape]:
     return {name: tuple(shape) for name, shape in value.items()}
 
 
-# Tensors in flat tensors
-
-
 def _trained(states: _ModelStates, shares: Sequence[_Share]) -> dict[str, Slice]:
     folder, groups = states.file.parent, states.groups or []
     if len({(one.is_stage_3, len(one.flats)) for one in shares}) != 1:
@@ -222,11 +214,7 @@ def _trained(states: _ModelStates, shares: Sequence[_Share]) -> dict[str, Slice]
 
 
 def laid_out(
-    path: Path,
-    shapes: Mapping[str, Shape],
-    rows: Sequence[Sequence[Slice]],
-    paddings: Sequence[int] = (),
-    aligned: int = 1,
+    path: Path, shapes: dict[str, Shape], rows: Rows, paddings: Sequence[int] = (), aligned: int = 1
 ) -> dict[str, Slice]:
     """Return tensors that lie one after the other in rows of flat tensors: each row has an equal share of all.
 
@@ -289,9 +277,6 @@ def _block(flat: Slice, name: str, shape: Shape, offset: int) -> Slice:
     return Slice(name, shape, row_major(shape), flat.dtype_name, flat.file, offset, offset, size)
 
 
-# Files by rank
-
-
 def _by_rank(path: Path, pattern: str, ranks: int | None = None) -> list[Path]:
     """Return the files of exactly these ranks in their order; without ``ranks``, of rank 0 and any others."""
     found = sorted((int(of["rank"] or 0), name) for name, of in _matching(path, pattern).items())
@@ -299,10 +284,8 @@ def _by_rank(path: Path, pattern: str, ranks: int | None = None) -> list[Path]:
     some = found[0][1] if found else "mp_rank_00_model_states.pt"
     if ranks is not None and not (is_sizes((ranks,)) and ranks):
         raise _refused(path / some, "the number of ranks is impossible")
-    # A crafted number of ranks may be endless.
-    if absent := [
-        rank for rank in range(min(ranks or 1, 1000 + len(found))) if rank not in numbers
-    ]:
+    needed = range(min(ranks or 1, 1000 + len(found)))  # a crafted number may be endless
+    if absent := [rank for rank in needed if rank not in numbers]:
         missing = few([re.sub(_RANK, rf"\g<of>{rank}_", some) for rank in absent])
         repair = (
             "copy them here: each machine of a training may have kept the files of its own ranks"
