@@ -130,6 +130,12 @@ class Conversion:
         map_large_tensors()
         tensors, source_pieces, to_read, told = self._loaded() if self.model_keys else self._read()
         torch.set_num_threads(1)  # the format's writers run in several threads of their own
+        if self.dtype:  # also of a model: transformers dequantises fp8 into bfloat16
+            dtype = getattr(torch, self.dtype)
+            tensors = [
+                replace(plan, dtype=dtype if plan.dtype.is_floating_point else plan.dtype)
+                for plan in tensors
+            ]
         plans = {plan.name: plan for plan in tensors}
         sums: dict[str, dict[str, str]] = {}
 
@@ -155,8 +161,6 @@ class Conversion:
 
     def _read(self) -> "Source":
         """Return the tensors of the file, by their names in it."""
-        import torch
-
         from weighin.checkpoint import reader
 
         slices = formats.read(self.source, self.selection)
@@ -172,20 +176,16 @@ class Conversion:
                 + (", or add --keys model, to dequantise them" if found.dequantises else ""),
             )
         places = {where.name: where for where in slices}
-        plans = reader.plans(slices, getattr(torch, self.dtype) if self.dtype else None)
-        to_read = reader.bytes_to_read(slices)
         told = {"quantised": found.as_json() if found else None, "left_out": [*slices.values]}
-        return plans, lambda name: reader.read_pieces(places[name]), to_read, told
+        to_read = reader.bytes_to_read(slices)
+        return reader.plans(slices), lambda name: reader.read_pieces(places[name]), to_read, told
 
     def _loaded(self) -> "Source":
         """Return the tensors of the loaded model, by their names in its state dict."""
-        import torch
-
         from weighin.checkpoint import truth
         from weighin.stream.hugging_face import load_pretrained
 
         folder, choice = pretrained_folder.folder_of(self.source), self.choice
-        dtype = getattr(torch, self.dtype) if self.dtype else None
         model_class = choice.model_class
         if formats.detect(self.source) == gguf.NAME:
             folder = gguf.file_of(self.source)
@@ -195,15 +195,14 @@ class Conversion:
                 "name a folder that save_pretrained wrote, or leave --keys out",
             )
         else:
-            if folder != self.source:
-                # raises if another file would be read
+            if folder != self.source:  # raises if another file would be read
                 pretrained_folder.from_pretrained_arguments(self.source)
             if not model_class and pretrained_folder.parts_with_weights(folder):
                 # the transformer alone
                 model_class = pretrained_folder.read_folder(folder, choice).wanted
         model = load_pretrained(
             folder,
-            dtype=dtype or "auto",
+            dtype=self.dtype or "auto",
             trust_remote_code=choice.trust_remote_code,
             variant=pretrained_folder.variant_of(self.source),
             model_class=model_class,
@@ -212,13 +211,9 @@ class Conversion:
             adapter=choice.adapter,
         )
         described = truth.describe_model(model)
-        plans = [  # transformers dequantises fp8 into bfloat16, whatever the dtype of the model
-            replace(plan, dtype=dtype) if dtype and plan.dtype.is_floating_point else plan
-            for plan in truth.plans(described)
-        ]
         left_out = [name for name in model.state_dict() if name not in described]
         told = {"quantised": None, "left_out": left_out}
-        return plans, lambda name: described[name].read(), 0, told
+        return truth.plans(described), lambda name: described[name].read(), 0, told
 
 
 def _verify(new: Path, tensors: Plans, sums: Mapping[str, Mapping[str, str]]) -> None:

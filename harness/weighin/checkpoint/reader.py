@@ -65,10 +65,6 @@ def widest_dtype(slices: Sequence[Slice]) -> torch.dtype:
     return max(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
 
 
-def plans(slices: Sequence[Slice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
-    """Return each tensor's plan, in ``dtype`` if it is floating-point; None keeps its own."""
-    tied, tensors = ties(slices), []
-    for source in slices:
-        kind = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
-        tensors.append(TensorPlan(source.name, source.shape, kind, tied.get(source.name)))
-    return tensors
+def plans(slices: Sequence[Slice]) -> list[TensorPlan]:
+    tied = ties(slices)
+    return [TensorPlan(one.name, one.shape, one.dtype, tied.get(one.name)) for one in slices]

@@ -310,12 +310,9 @@ def _buffer_sums(spec: ModelSpec, described: Mapping[str, Described]) -> Sums:
 def _other_keys(slices: Sequence[Slice], described: Mapping[str, Described]) -> str:
     """Say that the keys of the file and the model differ, or return an empty string."""
     stored = {where.name for where in slices}
-    groups: dict[str, set[str]] = {}
-    for one in described.values():
-        if one.is_stored:
-            groups.setdefault(one.shared_with or one.name, set()).add(one.name)
-    differ = stored.difference(*groups.values()) or any(map(stored.isdisjoint, groups.values()))
-    return "keys converted, renamed, computed or left out" if differ else ""
+    firsts = {n: one.shared_with or n for n, one in described.items() if one.is_stored}
+    are_same = stored <= firsts.keys() and {firsts[n] for n in stored} == {*firsts.values()}
+    return "" if are_same else "keys converted, renamed, computed or left out"
 
 
 def _check_fits(
