@@ -98,22 +98,18 @@ class Conversion:
 
     def check_target(self) -> None:
         """Raise ConfigError if the target exists or cannot be made, or is inside the source."""
-        if os.path.lexists(self.target):
-            raise ConfigError(
-                f"{self.target} exists already",
-                "name another target, or first remove the existing one",
-            )
-        folder = self.target.parent
+        target, folder = self.target, self.target.parent
+        if os.path.lexists(target):
+            what = f"{target} exists already"
+            raise ConfigError(what, "name another target, or first remove the existing one")
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder", f"create the folder: mkdir -p {folder}")
-        if self.source.resolve() in self.target.resolve().parents:
-            raise ConfigError(
-                f"{self.target} is inside {self.source}", "name a target outside of the source"
-            )
-        if len(os.fsencode(self.target.name)) > (most := os.pathconf(folder, "PC_NAME_MAX")):
-            raise ConfigError(
-                "the target's name is too long", f"give it a name of at most {most} bytes"
-            )
+        if self.source.resolve() in target.resolve().parents:
+            what = f"{target} is inside {self.source}"
+            raise ConfigError(what, "name a target outside of the source")
+        if len(os.fsencode(target.name)) > (most := os.pathconf(folder, "PC_NAME_MAX")):
+            repair = f"give it a name of at most {most} bytes"
+            raise ConfigError("the target's name is too long", repair)
 
     def write(
         self, permit: Callable[[int, int], None] = lambda _to_write, _to_read: None

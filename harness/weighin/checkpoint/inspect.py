@@ -35,11 +35,9 @@ def _storages(slices: Sequence[Slice]) -> tuple[int, int]:
     spans: dict[tuple[Path, int], list[tuple[int, int]]] = {}  # from where to where tensors lie
     for one in chain.from_iterable(one.parts or [one] for one in slices):
         if one.storage_bytes:
-            storage, end = (
-                (one.file, one.storage_offset),
-                one.offset + one.span * ITEM_BYTES[one.dtype_name],
-            )
+            storage = one.file, one.storage_offset
             sizes[storage] = max(sizes.get(storage, 0), one.storage_bytes)
+            end = one.offset + one.span * ITEM_BYTES[one.dtype_name]
             spans.setdefault(storage, []).append((one.offset, end))
     used_bytes = 0
     for inside in spans.values():
@@ -117,7 +115,7 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Document:
         "expected": [*expected(usable, layout, sizes, in_place)],
         "quantised": found.as_json() if found else None,
         "adapter": adapter_note(root) or None,
-        "notes": [*_notes(path, root, slices, storages, found)],
+        "notes": [*_notes(path, root, slices, storage_bytes - used_bytes, found)],
     }
 
 
@@ -161,14 +159,13 @@ def _notes(
     path: Path,
     root: Path,
     slices: Checkpoint,
-    storages: tuple[int, int],
+    unused_bytes: int,
     found: quantised.Quantised | None,
 ) -> Iterator[str]:
     """Yield what distinguishes the checkpoint from a plain dict of tensors."""
-    storage_bytes, used_bytes = storages
-    if storage_bytes > used_bytes:
+    if unused_bytes:
         yield (
-            f"{format_bytes(storage_bytes - used_bytes)} of the files belong to no tensor, and torch.load reads them"
+            f"{format_bytes(unused_bytes)} of the files belong to no tensor, and torch.load reads them"
             " too: torch.save writes the whole storage of a slice. Write the tensors alone: weighin convert"
             f" {one_line(str(path))} NEW.safetensors; or save slice.clone()"
         )
