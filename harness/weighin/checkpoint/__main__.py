@@ -43,10 +43,9 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
         if request["verb"] == "convert":
             from weighin.checkpoint.convert import Conversion
 
-            conversion = request["conversion"]
-            return convert(conversion, Conversion, dec_hook=lambda kind, text: kind(text)).write(
-                permit
-            )
+            fields = request["conversion"]
+            conversion = convert(fields, Conversion, dec_hook=lambda kind, text: kind(text))
+            return conversion.write(permit)
         from weighin.checkpoint import truth  # imports torch
 
         spec = ModelSpec(**request["model"])
