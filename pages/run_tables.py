@@ -1,31 +1,22 @@
-"""Write the tables that only the project's pages show, each from the records of one or more runs.
-
-``markdown_relative`` shows times as multiples, for runs on shared machines: memory figures are
-comparable between machines, but times are comparable only within one run.
-"""
+"""Write the tables that only the project's pages show, each from the records of one or more runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import RecordError
 from weighin.files import parse_json, read_bytes
-from weighin.records.floor import KILLED, Aim, Floor, floors
-from weighin.records.metrics import COLUMNS, grouped, middle, outcome_of
-from weighin.records.series import Measured, Row, varying
+from weighin.records.floor import floors
+from weighin.records.metrics import grouped, middle, outcome_of
+from weighin.records.series import Measured
 from weighin.records.verdict import Verdict
 from weighin.result import Outcome, Result
 from weighin.show import words
-from weighin.show.findings import multiple
-from weighin.show.report import figures_of, table
 from weighin.show.table import Table, pivot
-from weighin.show.words import BEFORE_LOAD, scaled
+from weighin.show.words import scaled
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 
-_TIMES: Final = ("load_s", "ready_s")
-_SAME: Final = ("operation", "model", "device")  # times are compared where these are equal
 _MISSING: Final = "-"
 CONVERTING: Final = (
     "load", "strategy", "outcome", "result MiB", "anonymous (sampled), x result", "peak RSS, x result",
@@ -36,40 +27,6 @@ CHECKED: Final = (
     "run", "code", "series", "largest difference of anonymous MiB", "strategy",
     "largest difference of floors MiB", "strategy",
 )  # fmt: skip
-_NOTE_FLOORS: Final = (
-    "One step below its floor, a load was killed for lack of memory, unless the table names another"
-    " outcome."
-)
-
-
-def markdown_agreement(runs: Mapping[Path, Sequence[Result]]) -> str:
-    """Return a table with the RAM floors of several searches side by side, and their differences."""
-    searches = [
-        {floor.cell.strategy: floor for floor in floors(results)} for results in runs.values()
-    ]
-    rows = []
-    for strategy in dict.fromkeys(name for search in searches for name in search):
-        of_strategy = [search.get(strategy) for search in searches]
-        sizes = [size for floor in of_strategy if floor and (size := floor.bytes) is not None]
-        difference = _MISSING
-        if len(sizes) > 1:
-            apart = max(sizes) - min(sizes)
-            difference = f"{apart / MIB:.0f} ({apart / min(sizes):.1%})"
-        rows.append([strategy, *map(_floor_text, of_strategy), difference])
-    everything = Measured([result for results in runs.values() for result in results])
-    shared = words.shared(everything, without=("ram_limit_bytes",))
-    names = (run.name for run in runs)
-    found = Table.of(["floor, MiB", *names, "difference, MiB"], rows)
-    return "\n\n".join([found.markdown(), _NOTE_FLOORS, escaped(shared)])
-
-
-def _floor_text(floor: Floor | None) -> str:
-    """Return a floor in MiB, with the outcome one step below the floor unless that is "killed"."""
-    if floor is None or floor.bytes is None:
-        return _MISSING
-    mark = " (ends)" if floor.aim is Aim.ENDS else ""
-    below = f" ({floor.below})" if floor.below != KILLED else ""
-    return f"{floor.bytes / MIB:.0f}{mark}{below}"
 
 
 def markdown_checked(runs: Mapping[Path, Sequence[Result]]) -> str:
@@ -167,57 +124,3 @@ def markdown_models(results: Sequence[Result]) -> str:
         lambda rows: scaled(rows[0]["ready_s"], 1, 2),
         notes=[words.shared(run)],
     ).markdown()
-
-
-def markdown_relative(results: Sequence[Result]) -> str:
-    """Return the table of a run with times as multiples of its first line, whose seconds are below."""
-    run = Measured(results)
-    if not run.rows:
-        return words.shared(run)
-    figures = [one for one in figures_of(run.rows) if one.key not in BEFORE_LOAD]
-    first, headings = run.rows[0], words.kind_of(run.rows).headings
-    seconds = (
-        f"{headings.get(figure.key, figure.heading)} {scaled(first[figure.key], 1, 1)} s"
-        for figure in figures
-        if figure.key in _TIMES
-    )
-    note = f"Times are multiples of the first line's: {', '.join(seconds)}."
-    found = table("", _divided(run.rows), varying(run.rows), figures, [note, words.shared(run)])
-    columns = [replace(one, unit="x") if one.unit == "s" else one for one in found.columns]
-    return replace(found, columns=columns).markdown()
-
-
-def _divided(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with each time divided by the time of the first comparable row."""
-    firsts: dict[tuple[str, ...], float] = {}
-    for row in rows:
-        for name in _TIMES:
-            if row[name] is not None:
-                firsts.setdefault((name, *(row[key] for key in _SAME)), row[name])
-    return [
-        row
-        | {
-            f"{name}{end}": row[f"{name}{end}"] / firsts[name, *(row[key] for key in _SAME)]
-            for name in _TIMES
-            for end in ("", "_min", "_max")
-            if row[name] is not None
-        }
-        for row in rows
-    ]
-
-
-def markdown_trained(results: Sequence[Result]) -> str:
-    """Return one line per model: the memory of each strategy until ready, and in a step of AdamW."""
-    trained = [one for one in results if one.cell.use == "adamw" and one.outcome is Outcome.OK]
-    lines = [
-        f"{model}: {'; '.join(map(_step, grouped(ours, lambda one: one.cell.strategy).values()))}"
-        for model, ours in grouped(trained, lambda one: one.cell.model.title).items()
-    ]
-    shared = escaped(words.shared(Measured(trained)))
-    return "\n".join([*(f"* {escaped(line)}" for line in lines), "", shared])
-
-
-def _step(repeats: Sequence[Result]) -> str:
-    names = ("anon_sampled_bytes", "use_anon_sampled_bytes")
-    before, after = (multiple(repeats, COLUMNS[name]) for name in names)
-    return f"{repeats[0].cell.strategy} {before} → {after}"

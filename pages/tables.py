@@ -6,8 +6,8 @@ the timelines, because a timeline needs samples, which are not published.
 The text between the two comments of a block is generated. A block names a run, and a key
 of ``_PARTS``: ``survival`` is the table of survival; without a key, the block is the table of all
 results, and ``short`` is this table with the columns that decide. The block of a run in runs.yaml that has
-no records yet names the command that measures it. A block with a key of ``_OF_SEVERAL`` names several runs.
-A block can also have the keys of suite files, which come from the pydantic model that reads suite files::
+no records yet names the command that measures it. A block ``checked`` names several runs, whose predictions it
+compares with their measurements. A block can also have the keys of suite files, which come from the pydantic model that reads suite files::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
@@ -104,7 +104,6 @@ def markdown_table(
 _PARTS: Final[Mapping[str | None, Callable[[Sequence[Result]], str]]] = {
     None: markdown_table,
     "short": markdown_short,
-    "relative": run_tables.markdown_relative,
     "survival": _tables(findings.survival),
     "floors": _tables(findings.floors),
     "ranks": _tables(findings.ranks),
@@ -112,14 +111,8 @@ _PARTS: Final[Mapping[str | None, Callable[[Sequence[Result]], str]]] = {
     "models": run_tables.markdown_models,
     "converting": run_tables.markdown_converting,
     "uses": _tables(findings.uses),
-    "trained": run_tables.markdown_trained,
     "notebook": markdown_notebook,
 }
-_OF_SEVERAL: Final = {
-    "agreement": run_tables.markdown_agreement,
-    "checked": run_tables.markdown_checked,
-}
-"""Compare the RAM floors of several searches, and the predictions of several runs with their measurements."""
 
 
 def fill(page: str, root: Path) -> str:
@@ -138,8 +131,8 @@ def fill(page: str, root: Path) -> str:
             text = f'Not measured yet: `make publish ARGS="{" ".join(missing)}"`.'
         else:
             found = {run: run_folder.read(run).results for run in runs}
-            if part in _OF_SEVERAL:
-                text = _OF_SEVERAL[part](found)
+            if part == "checked":
+                text = run_tables.markdown_checked(found)
             else:
                 (results,) = found.values()
                 text = _PARTS[part](results)

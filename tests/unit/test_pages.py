@@ -16,7 +16,6 @@ from sweeps import a_search, a_sweep
 
 from pages import loaders, notebook
 from pages.manual import manual
-from pages.run_tables import markdown_relative
 from pages.tables import draw, fill, keys_of
 from weighin.errors import RecordError
 from weighin.plan.task import Planned
@@ -92,7 +91,7 @@ def test_a_block_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
         draw("![a](results/published/x/peaks.svg)", tmp_path)
     (published := tmp_path / "results/published").mkdir(parents=True)
     (published / "runs.yaml").write_text("x: bench gpt2-tiny\n")
-    for part in ("", " uses", " trained"):
+    for part in ("", " uses", " floors"):
         assert 'Not measured yet: `make publish ARGS="x"`.' in fill(block.format(part), tmp_path)
     run_folder.append(published / "x", a_search()[0])
     with pytest.raises(RecordError) as caught:
@@ -100,18 +99,6 @@ def test_a_block_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
     run = published / "x"
     command = f"benchmarks/predicted_runs.py {run} --json {run}/predicted.json"
     assert f"create the file: .venv/bin/python {command}" in str(caught.value)
-
-
-def test_times_of_repeats_are_multiples_of_the_first_series() -> None:
-    def result(strategy: str, seconds: int, repeat: int = 0) -> Result:
-        cell = make_cell(strategy, ram_limit_bytes=None, repeat=repeat)
-        return make_result(cell, load_ns=seconds * 10**9, ready_ns=seconds * 10**9)
-
-    run = [result("baseline", 18), result("streaming", 36), result("streaming", 18, 1)]
-    lines = markdown_relative(run).splitlines()
-    assert [line.split(" | ")[2] for line in lines[2:4]] == ["1.00", "1.00 (1.00..2.00)"]
-    assert lines[5] == "Times are multiples of the first line's: load 18.0 s, ready 18.0 s."
-    assert markdown_relative([]) == "No cells were measured."
 
 
 def test_only_cells_that_are_the_notebooks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

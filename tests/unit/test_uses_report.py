@@ -5,7 +5,6 @@ from typing import Any
 
 from factories import ENVIRONMENT, make_cell
 
-from pages.run_tables import markdown_trained
 from weighin.records.floor import floors, next_cell
 from weighin.records.run_folder import Records
 from weighin.records.series import Measured, name_of, summarise
@@ -51,15 +50,6 @@ def used(
         use=Use(anonymous(most).anon_bytes),
     )
     return replace(result, **changes)
-
-
-def test_one_line_says_what_a_training_step_makes_of_each_strategy() -> None:
-    run = [
-        used("mmap_assign", "adamw", 0.0, 4.25, 4.03),
-        used("baseline", "adamw", 2.0, 4.25, 4.03),
-    ]
-    first = markdown_trained(run).splitlines()[0]
-    assert first.endswith(": mmap_assign 0.00 → 4.25; baseline 2.00 → 4.25")
 
 
 def test_the_gate_compares_the_figures_of_uses_and_names_their_phase() -> None:
