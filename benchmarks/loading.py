@@ -11,8 +11,7 @@ extra ``disk``).
 "Loaded" is the time until the strategy returned, with its imports; "ready" also includes reading every byte
 once. A raw read fills fresh huge pages, and then reads them once too: it is the limit for both. The columns
 "x raw" are medians, over the rounds, of a time divided by that of the fastest raw read of the same file in
-the same round, since files of equal content may lie differently on a disk. --beside compares two strategies
-by ratios within a round, which cancel the drift of a machine's speed.
+the same round, since files of equal content may lie differently on a disk.
 """
 
 import argparse
@@ -44,7 +43,6 @@ from weighin.suite import registry
 from weighin.units import KIB, MIB, parse_rate, parse_seconds
 
 STRATEGIES: Final = "streaming,load_assign,mmap_assign,safetensors_copy,safetensors_mmap"
-PEERS: Final = "runai,fastsafetensors,tensorizer,eager,prefetch_mmap,safetensors_pread"
 RAW: Final = {"warm": {"pread, 2 threads": (2, 4 * MIB)}, "cold": {"O_DIRECT, 4 threads": (4, 4 * MIB)}}  # fmt: skip
 RAW_LATE: Final = {f"O_DIRECT, {threads} threads": (threads, 256 * KIB) for threads in (16, 64)}
 HEADS: Final = ("loaded s", "x raw", "ready s", "x raw", "MB/s")
@@ -63,19 +61,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--states", nargs="+", default=list(RAW), metavar="warm|cold|RATE,LATENCY")
     parser.add_argument("--strategies", default=STRATEGIES)
-    parser.add_argument("--peers", action="store_true", help="also the loaders of other projects")
-    parser.add_argument("--beside", metavar="WAY", help="a row, such as 'mmap_assign pt'")
     parser.add_argument("--raw", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.raw:
         print(json.dumps(_read_raw(*json.loads(options.raw))))
         return
-    strategies = f"{options.strategies},{PEERS}" if options.peers else options.strategies
-    formats = ("pt", "safetensors", *(["tensorizer"] if options.peers else []))
+    strategies = options.strategies.split(",")
+    formats = ("pt", "safetensors", *(["tensorizer"] if "tensorizer" in strategies else []))
     files = {fmt: cache.ensure(registry.model(options.model), fmt).path for fmt in formats}
     for state in options.states:
-        taken = _taken(options, strategies.split(","), files, state)
-        print(f"\n{_table(state, taken, files, options.beside).markdown()}", flush=True)
+        taken = _taken(options, strategies, files, state)
+        print(f"\n{_table(state, taken, files).markdown()}", flush=True)
 
 
 def _raw_ways(state: str) -> dict[str, tuple[int, int]]:
@@ -198,11 +194,7 @@ def _prepare_cache(file: Path, state: str) -> None:
     sys.exit(f"the page cache does not keep {file}: free some memory, or --states cold")
 
 
-def _table(
-    state: str, taken: Mapping[str, list[Times]], files: Mapping[str, Path], beside: str | None
-) -> Table:
-    if beside and beside not in taken:
-        sys.exit(f"--beside {beside!r}: choose of {', '.join(taken)}")
+def _table(state: str, taken: Mapping[str, list[Times]], files: Mapping[str, Path]) -> Table:
     limits = {}
     for fmt in files:
         reads = (taken[f"{name}, {fmt}"] for name in _raw_ways(state))
@@ -217,10 +209,8 @@ def _table(
         for own, raw in zip((loaded, ready), zip(*limits[fmt], strict=True), strict=True):
             row += [spread(own), f"{median(ratios(own, raw)):.2f}"]
         row.append(f"{files[fmt].stat().st_size / median(ready) / 1e6:.0f}")
-        if beside:
-            row.append(spread([*ratios(ready, [each for _, each in taken[beside]])]))
         rows.append(row)
-    return Table.of((state, *HEADS, *([f"ready x {beside}"] if beside else [])), rows)
+    return Table.of((state, *HEADS), rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """Measure what weighin itself costs and how true its figures are: ``make self-bench``.
 
-Three tables, written to the blocks of the page --out:
+Two tables, written to the blocks of the page --out:
 
 - the wall time that weighin adds to a load, and the processor time of its own process, in each isolation;
-- the share of a processor that the samplers take at 1, 5 and 20 ms, and the gaps between their samples,
-  on the machine as it is and while every processor computes;
 - the memory of C programs whose need is known (``tests/known_commands.py``), according to weighin,
   ru_maxrss, psutil at 100 ms, and optimum-benchmark's tracker.
 
@@ -17,56 +15,83 @@ without its dependencies into a folder of its own::
 """
 
 import argparse
-import math
+import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
-from statistics import median_low
 from typing import Any, Final
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import known_commands
-import tools
 from page_blocks import filled
 from rounds import interleaved, spread
 
-from weighin.cell import Cell
 from weighin.errors import HarnessError, IsolationUnavailable
 from weighin.isolation import select
-from weighin.isolation.base import Streams
 from weighin.plan.start import start
 from weighin.plan.task import Progress
-from weighin.probes.cgroup import Cgroup
-from weighin.probes.sampler import Sampler
 from weighin.result import Outcome, Result
 from weighin.run import runner
 from weighin.settings.definition import check_suite
-from weighin.units import MIB, format_bytes
+from weighin.units import KIB, MIB, format_bytes
 
 BLOCK: Final = "benchmarks/self_bench.py"
 MODEL: Final = "gpt2-small"
 PROGRAMS: Final = ("spend", "forks", "shares", "maps", "child")
-INTERVALS_MS: Final = (1, 5, 20)
-BASE_MIB: Final = 64
-SPIKE_MIB: Final = 256
-_TAKEN_S: Final = 0.5  # by now the program has taken its memory
-_PATIENCE_S: Final = 60
+NOTEBOOK_S: Final = 0.1
 _CELL_HEADS: Final = (
     "isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s",
 )  # fmt: skip
-_SAMPLER_HEADS: Final = (
-    "samples of", "isolation", "interval", "share", "median ms", "99 % ms", "largest ms",
-)  # fmt: skip
+_WAIT_CODE: Final = """
+import os, sys
+pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
+_, status, usage = os.wait4(pid, 0)
+print(usage.ru_maxrss)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""As /usr/bin/time does: in a small program, because ru_maxrss begins with the peak of the parent."""
+
+_OPTIMUM_CODE: Final = """
+import importlib.metadata, multiprocessing, sys
+from importlib.util import find_spec, module_from_spec
+
+sys.path += filter(None, sys.argv[1:])
+if find_spec("optimum_benchmark") is None:
+    sys.exit("it is not installed")
+# Without their own code, which imports the backends and what they need: the tracker needs none of them.
+for package in ("optimum_benchmark", "optimum_benchmark.trackers"):
+    sys.modules[package] = module_from_spec(find_spec(package))
+multiprocessing.set_start_method("fork")
+from optimum_benchmark.trackers import memory
+
+version, interval_s = importlib.metadata.version("optimum-benchmark"), memory.MEMORY_CONSUMPTION_SAMPLING_RATE
+print(f"optimum-benchmark {version} (RSS, every {interval_s * 1000:g} ms)", flush=True)
+if line := sys.stdin.readline():
+    tracker = memory.MemoryTracker("cpu", "pytorch")
+    tracker.monitored_pid = int(line)
+    with tracker.track():
+        print("tracking", flush=True)
+        sys.stdin.readline()
+    print(tracker.get_max_memory().max_ram, flush=True)
+"""
+"""Says what it is, and tracks the process whose pid comes in the first line, until the next line."""
+
+Command = Sequence[str]
+Tool = Callable[[Command], int]
+"""Runs a command to its end, and returns the peak of its memory in bytes."""
 
 
 def main() -> None:
@@ -74,19 +99,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=5, help="of each load and of each program")
-    parser.add_argument("--seconds", type=float, default=5, help="of each sampler at each interval")
     parser.add_argument("--optimum", default="", help="the folder that has optimum-benchmark")
     parser.add_argument("--out", type=Path, help="the page; without it, the blocks are printed")
     asked = parser.parse_args()
     load_average = os.getloadavg()[0]
-    about, no_optimum = tools.about_optimum(asked.optimum)
+    about, no_optimum = _about_optimum(asked.optimum)
     with tempfile.TemporaryDirectory(prefix="weighin-self-", dir="/var/tmp") as name:  # not a tmpfs
         folder = Path(name)
         (programs := folder / "programs").mkdir()
         known_commands.build(programs)
         try:
             cells, environment = _cells(folder, asked.repeats)
-            samplers = _samplers(programs, asked.seconds)
             amounts = _amounts(programs, folder, asked.repeats, asked.optimum, no_optimum)
         except HarnessError as error:
             sys.exit(f"error: {error}")
@@ -97,7 +120,6 @@ def main() -> None:
         f"{BLOCK} machine": f"{_machine(environment, about)}\n\n{often}. In the minute before the\nmeasurements,"
         f" the machine's load average was {load_average:.2f}.",
         f"{BLOCK} cells": cells,
-        f"{BLOCK} samplers": samplers,
         f"{BLOCK} amounts": amounts,
     }  # fmt: skip
     if asked.out:
@@ -137,10 +159,7 @@ def table(
 
 
 def _cells(folder: Path, repeats: int) -> tuple[str, Mapping[str, Any]]:
-    """Return what weighin adds to a load in each isolation, and the machine as in a record.
-
-    The first load in each isolation is not counted.
-    """
+    """Return what weighin adds to each load but the first in each isolation, and the machine as in a record."""
     refused: dict[str, str] = {}
     ways: dict[str, Any] = {}
     for name in reversed(select.NAMES):
@@ -177,15 +196,7 @@ def _cell(folder: Path, isolation: str, *, is_probed: bool) -> tuple[tuple[int, 
 
 
 def cost_of(result: Result, begun_ns: int, ended_ns: int, cpu_ns: int) -> tuple[int, ...]:
-    """Return the times of a cell in the order of the table's columns, in ns.
-
-    before: from the beginning of the cell until its worker begins to import torch.
-    checks: the worker's phases, without the work that is measured: reading every byte, comparing it.
-    after: from the end of the last phase until the record and the samples are written.
-    added: the sum of these three.
-    the load itself: the import of torch, the load, and the forward pass.
-    processor: of the parent with its sampler, without the worker and without the Docker engine.
-    """
+    """Return the times of a cell in the order of the table's columns, in ns; docs/instrument.md says what each is."""
     cost, first, last = result.cost, result.phases[0], result.phases[-1]
     assert cost
     load_ns = sum(part or 0 for part in (cost.import_ns, cost.load_ns, cost.first_use_ns))
@@ -200,96 +211,115 @@ def _empty_python_ns() -> int:
     return time.monotonic_ns() - start_ns
 
 
-def _samplers(programs: Path, seconds: float) -> str:
-    """Return the cost and the gaps of each sampler, on this machine as it is, and when busy.
-
-    The samplers are those of a load and of a command, with everything that they read. They watch a process
-    that sleeps; this process does nothing else meanwhile, so that its processor time is the sampler's.
-    """
-    fields: dict[tuple[str, ...], list[list[str]]] = {}
-    for is_busy in (False, True):
-        with _every_processor_busy(is_busy=is_busy):
-            for isolation in ("process", "cgroup"):  # a container is sampled as a cgroup
-                try:
-                    select.named(isolation).check()
-                except IsolationUnavailable:
-                    continue
-                for body in ("a load", "a command"):
-                    for interval_ms in INTERVALS_MS:
-                        row = fields.setdefault((body, isolation, f"{interval_ms} ms"), [])
-                        row.append(_sampled(programs, isolation, body, interval_ms, seconds))
-    rows = [[*names, *map(" / ".join, zip(*both, strict=True))] for names, both in fields.items()]
-    about = f"Each sampler watched a sleeping process of {BASE_MIB + SPIKE_MIB} MiB for {seconds:g} s."  # fmt: skip
-    return f"{about}\n\n{table(_SAMPLER_HEADS, rows, 2)}"  # fmt: skip
-
-
-def _sampled(
-    programs: Path, isolation: str, body: str, interval_ms: int, seconds: float
-) -> list[str]:
-    """Return the share of one processor that a sampler takes, and three of its gaps in ms."""
-    held_ms = round((seconds + _PATIENCE_S) * 1000)
-    command = (str(programs / "spend"), str(SPIKE_MIB), str(held_ms), str(BASE_MIB))
-    cell = Cell.of_command("spend", command, isolation)
-    started = select.named(isolation).start(cell, command, str(programs), Streams())
-    with closing(started) as running:
-        time.sleep(_TAKEN_S)
-        cgroup = Cgroup(running.cgroup) if running.cgroup else None
-        loading = [running.pid] if body == "a load" else ()
-        start_ns, start_cpu_ns = time.monotonic_ns(), time.process_time_ns()
-        sampler = Sampler(running.pid, running.members, cgroup, loading=loading)
-        sampler._interval_s = interval_ms / 1000
-        sampler.start()
-        time.sleep(seconds)
-        samples = sampler.stop()
-        cpu_ns, wall_ns = time.process_time_ns() - start_cpu_ns, time.monotonic_ns() - start_ns
-    gaps_ns = gaps([sample.t_ns for sample in samples])
-    return [f"{cpu_ns / wall_ns:.1%}", *(f"{gap / 1e6:.1f}" for gap in gaps_ns)]
-
-
-def gaps(times_ns: Sequence[int]) -> tuple[int, int, int]:
-    """Return the median time from a sample to the next, that which 99 % do not exceed, and the longest."""
-    found = sorted(after - before for before, after in pairwise(times_ns))
-    return median_low(found), found[math.ceil(len(found) * 0.99) - 1], found[-1]
-
-
-@contextmanager
-def _every_processor_busy(*, is_busy: bool) -> Iterator[None]:
-    with ExitStack() as ended:
-        for _ in range((os.cpu_count() or 1) if is_busy else 0):
-            spinning = subprocess.Popen([sys.executable, "-I", "-c", "while True: pass"])
-            ended.callback(spinning.wait)
-            ended.callback(spinning.kill)
-        yield
-
-
 def _amounts(programs: Path, folder: Path, repeats: int, optimum: str, no_optimum: str) -> str:
     """Return the memory of each known program as each tool tells it, in MiB."""
     (file := folder / "file").write_bytes(bytes(known_commands.FILE_BYTES))
     known = {one.id: one for one in known_commands.KNOWN if one.name in PROGRAMS}
     refused: dict[str, str] = {}
-    used: dict[str, tools.Tool] = {}
+    used: dict[str, Tool] = {}
     for isolation in ("cgroup", "process"):
         try:
             select.named(isolation).check()
-            used[f"weighin, {isolation}"] = tools.weighin(isolation, folder, "--no-stacks")
+            used[f"weighin, {isolation}"] = partial(_weighin, isolation, folder)
         except IsolationUnavailable as error:
             refused[f"weighin, {isolation}"] = error.message
-    used |= {"ru_maxrss": tools.max_rss, "psutil, 100 ms": tools.notebook}
+    used |= {"ru_maxrss": _max_rss, "psutil, 100 ms": _notebook}
     if no_optimum:
         refused["optimum-benchmark"] = no_optimum
     else:
-        used["optimum-benchmark"] = partial(tools.optimum, optimum)
+        used["optimum-benchmark"] = partial(_optimum, optimum)
     ways = {
-        (program, name): partial(tool, one.command(programs, file), None)
+        (program, name): partial(tool, one.command(programs, file))
         for program, one in known.items()
         for name, tool in used.items()
     }
-    found = {
-        key: [said.peak_bytes or 0 for said in each]
-        for key, each in interleaved(ways, repeats).items()
-    }
     needed = {program: one.needed_bytes for program, one in known.items()}
-    return amounts(needed, list(used), found, refused)
+    return amounts(needed, list(used), interleaved(ways, repeats), refused)
+
+
+def _weighin(isolation: str, folder: Path, command: Command) -> int:
+    out = folder / f"run-{time.monotonic_ns()}"
+    ours = ("--isolation", isolation, "--out", str(out), "--no-stacks")
+    _printed([sys.executable, "-P", "-m", "weighin", "run", *ours, "--", *command])
+    return int(json.loads((out / "records.jsonl").read_text())["ran"]["needed_bytes"] or 0)
+
+
+def _max_rss(command: Command) -> int:
+    """Return the ru_maxrss of wait4."""
+    return int(_printed([sys.executable, "-I", "-S", "-c", _WAIT_CODE, *command])) * KIB
+
+
+def _printed(command: Command) -> str:
+    """Run a tool with its command to its end, and return its standard output."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)  # fmt: skip
+    return done.stdout
+
+
+def _notebook(command: Command) -> int:
+    """Sample the RSS of the command's process with psutil, in a thread, as the notebook does."""
+    readings: list[int] = []
+    ended = threading.Event()
+    with _held(command) as (pid, release):
+        process = psutil.Process(pid)
+
+        def sample() -> None:
+            while not ended.is_set():
+                readings.append(process.memory_info().rss)
+                time.sleep(NOTEBOOK_S)
+
+        thread = threading.Thread(target=sample)
+        thread.start()
+        time.sleep(random.uniform(0, NOTEBOOK_S))  # noqa: S311 (a program begins between any two samples)
+        release()
+        ended.set()
+        thread.join()
+    return max(readings)
+
+
+def _about_optimum(folder: str) -> tuple[str, str]:
+    """Return what the optimum-benchmark in a folder is, or why it cannot be used; the other is empty."""
+    asked = [sys.executable, "-P", "-W", "ignore", "-c", _OPTIMUM_CODE, folder]
+    ended = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # fmt: skip
+    return ended.stdout.strip(), "" if ended.stdout else ended.stderr.strip().rpartition("\n")[2] or "it ended without a word"  # fmt: skip
+
+
+def _optimum(folder: str, command: Command) -> int:
+    """Return what optimum-benchmark's MemoryTracker says, in a Python of its own."""
+    asked = [sys.executable, "-P", "-W", "ignore", "-c", _OPTIMUM_CODE, folder]
+    pipe = subprocess.PIPE
+    with (
+        _held(command) as (pid, release),
+        subprocess.Popen(asked, stdin=pipe, stdout=pipe, text=True) as tracker,
+    ):
+        assert tracker.stdin and tracker.stdout
+        tracker.stdin.write(f"{pid}\n")
+        tracker.stdin.flush()
+        while tracker.stdout.readline().strip() != "tracking":
+            if tracker.poll() is not None:
+                sys.exit("error: the tracker of optimum-benchmark ended")
+        release()
+        return round(float(tracker.communicate("\n")[0]) * 1e6)  # its MB are 1e6 bytes
+
+
+@contextmanager
+def _held(command: Command) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Start a command that waits; yield its pid, and a function that runs it to its end.
+
+    After its end the process is a zombie until this block ends, so that nobody else gets its pid.
+    """
+    gate = ("sh", "-c", 'read -r line && exec "$0" "$@"', *command)
+    with subprocess.Popen(gate, stdin=subprocess.PIPE) as process:
+        assert process.stdin
+
+        def release() -> None:
+            assert process.stdin
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+        yield process.pid, release
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def amounts(

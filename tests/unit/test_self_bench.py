@@ -7,18 +7,12 @@ import pytest
 from factories import make_result
 from page_blocks import filled
 from rounds import interleaved, ratios, spread
-from self_bench import amounts, cost_of, gaps
+from self_bench import amounts, cost_of
 
 from weighin.result import Cost
 from weighin.units import MIB
 
 MS = 1_000_000
-
-
-def test_gaps_are_the_times_between_samples_and_one_of_a_hundred_may_be_longer() -> None:
-    assert gaps([7 * MS, 12 * MS, 17 * MS, 22 * MS, 52 * MS]) == (5 * MS, 30 * MS, 30 * MS)
-    steps = [*range(1, 100), 5000]
-    assert gaps([sum(steps[:count]) for count in range(len(steps) + 1)]) == (50, 99, 5000)
 
 
 @pytest.mark.parametrize(
