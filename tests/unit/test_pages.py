@@ -6,7 +6,6 @@ The committed pages are the known answers: whoever changes a table, a caption or
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,16 +50,6 @@ def test_the_manual_page_is_that_of_these_verbs_and_groff_reads_it() -> None:
         pytest.skip("no groff here: apt-get install groff-base")
     command = ["groff", "-man", "-Tutf8", "-ww", str(page)]
     assert subprocess.run(command, capture_output=True, check=True).stderr == b""
-
-
-def test_the_verbs_take_h_after_the_manual_page_is_written_in_the_same_process() -> None:
-    code = (
-        "from click.testing import CliRunner; from weighin.cli.app import app; from pages.manual import manual\n"
-        "manual()\n"
-        "for words in (['-h'], ['bench', '-h'], ['cache', 'list', '-h']):\n"
-        "    assert CliRunner().invoke(app, words).exit_code == 0"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", ["suite", "model", "suite of commands", "command"])
