@@ -1,12 +1,11 @@
 """Measure the published runs again, or list the runs whose code has changed since.
 
-``make publish`` prints its plan with durations, measures every run of results/published/runs.yaml
-into results/publishing, and moves the new runs into place when all are complete. If the command is
-stopped, the next call resumes it. The command refuses to start while other programs use the
-machine, and leaves out the runs on a GPU if there is none. ``make publish ARGS=--status`` measures
-and writes nothing. ::
+``make publish`` measures every run of results/published/runs.yaml into results/publishing, and moves
+the new runs into place when all are complete. If the command is stopped, the next call resumes it. The
+command refuses to start while other programs use the machine, and leaves out the runs on a GPU if there
+is none. ``make publish ARGS=--status`` measures and writes nothing. ::
 
-    .venv/bin/python -m pages.publish [--status | --plan | --predict] [--anyway] [RUN ...]
+    .venv/bin/python -m pages.publish [--status] [--anyway] [RUN ...]
 """
 
 import argparse
@@ -18,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -60,40 +58,25 @@ class Run:
     command: tuple[str, ...]
     results: tuple[Result, ...]
 
-    @property
-    def took_s(self) -> float:
-        """The duration of the last measurement, from its first cell to its last."""
-        starts = [datetime.fromisoformat(one.started_at) for one in self.results if one.started_at]
-        ends = [one.cost.wall_ns / 1e9 for one in self.results[-1:] if one.cost]
-        return (max(starts) - min(starts)).total_seconds() + sum(ends) if starts else 0.0
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="*", metavar="RUN", help="only these runs; default: all")
-    for option, meaning in {
-        "--status": "list the runs whose code has changed",
-        "--predict": "only renew the predictions",
-        "--plan": "print the commands and durations only",
-        "--anyway": "measure on a busy machine or with uncommitted code",
-    }.items():
-        parser.add_argument(option, action="store_true", help=meaning)
+    parser.add_argument(
+        "--status", action="store_true", help="list the runs whose code has changed"
+    )
+    parser.add_argument(
+        "--anyway", action="store_true", help="measure on a busy machine or with uncommitted code"
+    )
     arguments = parser.parse_args()
     os.chdir(ROOT)
     runs = read(ROOT, arguments.runs)
     if arguments.status:
         print("\n".join(status(runs, ROOT)))
         return
-    if arguments.predict:
-        for run in runs:
-            if run.name != "converting":  # a published run keeps no plan, which names its folders
-                predict(run, PUBLISHED / run.name)
-        fill_pages()
-        return
     runs, left_out = measurable(runs, gpu_memory.look().why)
-    print("\n".join([*left_out, *plan(runs)]))
-    if arguments.plan:
-        return
+    for line in left_out:
+        print(line)
     if not arguments.anyway and (why := why_not(os.getloadavg()[0], environment.code())):
         sys.exit(f"error: {why}")
     for run in runs:
@@ -102,7 +85,7 @@ def main() -> None:
         put_in_place(PUBLISHING / run.name, PUBLISHED / run.name)
         predict(run, PUBLISHING / run.name)
     shutil.rmtree(PUBLISHING)
-    fill_pages()
+    subprocess.run(["make", "--no-print-directory", "pages"], check=True)
     print("done: check `git diff` and the texts around the tables, then commit")
 
 
@@ -159,22 +142,9 @@ def since(root: Path, commit: str, run: Run, *more: str) -> str:
 
 
 def measurable(runs: Sequence[Run], no_gpu: str) -> tuple[list[Run], list[str]]:
-    """Return the runs that this machine can measure, and a line for each run that it cannot.
-
-    ``no_gpu`` is the reason why no GPU can be used; empty if one can.
-    """
+    """Return the runs that this machine can measure, and a line for each that it cannot, for ``no_gpu``."""
     can = [run for run in runs if not no_gpu or not any(one.cell.needs_gpu for one in run.results)]
     return can, [f"left out, because {no_gpu}: {run.name}" for run in runs if run not in can]
-
-
-def plan(runs: Sequence[Run]) -> list[str]:
-    """Return a line for each command with its last duration, and a line with the total."""
-    total = sum(run.took_s for run in runs) / 60
-    return [
-        *(f"{run.took_s / 60:5.0f} min  weighin {shlex.join(run.command)}" for run in runs),
-        f"{total:5.0f} min in total, as the published runs took, plus the time to",
-        "           generate checkpoints that the cache lacks. If stopped, the next call resumes.",
-    ]
 
 
 def why_not(load: float, code: dict[str, object]) -> str:
@@ -221,12 +191,6 @@ def measure(run: Run) -> None:
         is_skipped = one.outcome is Outcome.SKIPPED
         if one.outcome in _WRONG or (is_skipped and one.cell.strategy not in measured):
             sys.exit(f"error: {folder}: {one.cell.strategy} is {one.outcome}: {one.message}")
-    before, now_in = ({one.cell.isolation for one in each} for each in (run.results, results))
-    if before and now_in != before:
-        sys.exit(
-            f"error: {folder} was measured with {', '.join(now_in)}, but the published run with"
-            f" {', '.join(before)}: start the engine, and rm -r {folder}"
-        )
 
 
 def has_timeline(cells: Sequence[Cell]) -> bool:
@@ -263,11 +227,6 @@ def predict(run: Run, measured: Path) -> None:
         told = str(PUBLISHED / run.name / PREDICTED)
         command = [sys.executable, "benchmarks/predicted_runs.py", str(measured), "--json", told]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-
-
-def fill_pages() -> None:
-    """Fill the tables and draw the pictures of the documentation (``make pages``)."""
-    subprocess.run(["make", "--no-print-directory", "pages"], check=True)
 
 
 if __name__ == "__main__":

@@ -183,17 +183,6 @@ def test_a_run_on_a_gpu_is_left_out_where_there_is_none() -> None:
     assert publish.measurable([cpu, gpu], "torch finds no CUDA GPU") == ([cpu], left_out)
 
 
-def test_the_plan_says_how_long_each_run_took() -> None:
-    first = make_result()
-    last = replace(make_result(), started_at="2025-01-02T03:09:05+00:00")
-    assert last.cost
-    last = replace(last, cost=replace(last.cost, wall_ns=60 * 10**9))
-    run = publish.Run("a", ("bench", "gpt2-xl", "--ram", "8g"), (first, last))
-    lines = publish.plan([run, run])
-    assert lines[:2] == ["    6 min  weighin bench gpt2-xl --ram 8g"] * 2
-    assert lines[2].startswith("   12 min in total")
-
-
 @pytest.mark.parametrize(
     ("load", "dirty", "said"),
     [
@@ -264,25 +253,13 @@ def test_a_strategy_may_be_skipped_for_one_model_of_a_run_but_not_for_all(
         publish.measure(publish.Run("y", ("bench", "gpt2-tiny"), ()))
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"outcome": Outcome.WRONG_WEIGHTS, "message": "h.0 differs"}, "is wrong_weights: h.0"),
-        (
-            {"cell": make_cell(isolation="cgroup")},
-            "was measured with cgroup, but the published run",
-        ),
-    ],
-)
 def test_what_should_not_be_published_stops_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subprocess, "run", Weighin([replace(make_result(), **changes)]))
-    with pytest.raises(SystemExit, match=said):
+    wrong = replace(make_result(), outcome=Outcome.WRONG_WEIGHTS, message="h.0 differs")
+    monkeypatch.setattr(subprocess, "run", Weighin([wrong]))
+    with pytest.raises(SystemExit, match="is wrong_weights: h"):
         publish.measure(publish.Run("x", ("bench", "gpt2-tiny"), (make_result(),)))
 
 
