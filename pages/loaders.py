@@ -5,12 +5,11 @@ The page has a table for each model, sorted by the times of the first run.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from page_blocks import by_reason, filled
-from predicted_runs import check
 
 from weighin.records import run_folder
 from weighin.records.metrics import METRICS, grouped, middle
@@ -22,24 +21,15 @@ from weighin.show.words import scaled
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 
-HEADINGS: Final = (
-    "strategy",
-    "format",
-    "peak RSS MiB",
-    "predicted floor MiB",
-    "private memory left MiB",
-)
+HEADINGS: Final = ("strategy", "format", "peak RSS MiB", "private memory left MiB")
 """The headings before those of the times; the memory is that of the first run."""
 
 
-def tables(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> str:
-    """Return the tables for ``runs``, each a list of results.
-
-    ``floors`` has the predicted RAM floors in bytes, by ``cell.series``.
-    """
+def tables(runs: Sequence[Sequence[Result]]) -> str:
+    """Return the tables for ``runs``, each a list of results."""
     measured = [run for run in runs if any(one.outcome is not Outcome.SKIPPED for one in run)]
     models = grouped(measured, lambda run: _first(run).cell.model.title)
-    lines = (line for title, some in models.items() for line in _section(title, some, floors))
+    lines = (line for title, some in models.items() for line in _section(title, some))
     return "\n".join(lines).rstrip()
 
 
@@ -47,9 +37,7 @@ def _first(run: Sequence[Result]) -> Result:
     return next(one for one in run if one.outcome is not Outcome.SKIPPED)
 
 
-def _section(
-    title: str, runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]
-) -> Iterator[str]:
+def _section(title: str, runs: Sequence[Sequence[Result]]) -> Iterator[str]:
     yield f"## {escaped(title)}\n"
     rows: dict[tuple[str, str], tuple[int, list[str]]] = {}
     times: list[dict[tuple[str, str], str]] = []
@@ -58,7 +46,7 @@ def _section(
             (one for one in run if one.outcome is Outcome.OK), lambda one: one.cell.series
         )
         times.append({})
-        for series, repeats in good.items():
+        for repeats in good.values():
             ready_ns = middle(map(METRICS["ready"].of, repeats))
             if ready_ns is None:
                 continue
@@ -66,7 +54,6 @@ def _section(
             name = " ".join([cell.strategy, *option_words(cell)]), cell.format
             memory = (
                 middle(map(METRICS["peak_rss"].of, repeats)),
-                floors.get(series),
                 middle(map(_private_bytes, repeats)),
             )
             rows.setdefault(name, (ready_ns, [scaled(size, MIB, 0) for size in memory]))
@@ -107,12 +94,9 @@ def _private_bytes(result: Result) -> int | None:
 def main() -> None:
     page, *folders = map(Path, sys.argv[1:])
     runs = [run_folder.read(folder) for folder in folders]
-    checked = [check(folder, run) for folder, run in zip(folders, runs, strict=True)]
-    predictions = [each.prediction for of_run in checked for each in of_run]
-    floors = {each.cell.series: each.floor_bytes for each in predictions}
     for warning in (text for run in runs for text in run.warnings):
         print(warning, file=sys.stderr)
-    text = tables([run.results for run in runs], floors)
+    text = tables([run.results for run in runs])
     page.write_text(filled(page.read_text(), {"pages/loaders.py": text}))
 
 

@@ -95,8 +95,8 @@ def test_the_peak_of_a_small_model_is_predicted_though_imports_dominate_it(
     assert done.code == 0, done.err
     checked = predicted_runs.check(command.folder / "run")
     summary = predicted_runs.summarised(checked)
-    assert summary and (summary.series, summary.killed) == (3, 0)
-    assert summary.median_error < 0.005, checked
+    assert summary and (summary["series"], summary["killed"]) == (3, 0)
+    assert summary["median_error"] < 0.005, checked
 
 
 def test_a_prediction_in_another_format_reads_the_folders_own_dtype(

@@ -22,7 +22,6 @@ from weighin.predict.prediction import Prediction
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.suite.registry import model
-from weighin.units import MIB
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
@@ -119,14 +118,13 @@ def test_the_page_of_loaders_has_the_fastest_first_and_the_reason_of_each_that_i
         measured("streaming", 4.0, 2), make_skipped("runai", "runai needs x: install y"),
         make_skipped("eager", "eager needs x: install y"),
     ]  # fmt: skip
-    floors: dict[str, int | None] = {cold[0].cell.series: 400 * MIB}
-    text = loaders.tables([cold, [measured("mmap_assign", 1.0, cache="warm")], []], floors)
+    text = loaders.tables([cold, [measured("mmap_assign", 1.0, cache="warm")], []])
     assert text.splitlines()[2:6] == [
-        "| strategy | format | peak RSS MiB | predicted floor MiB | private memory left MiB | ready, cold | ready, warm |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-        "| streaming | pt | 6912 | - | 6461 | 4.00 s | - |",
-        "| mmap_assign | pt | 6984 | 400 | 215 | 5.00 s | 1.00 s |",
+        "| strategy | format | peak RSS MiB | private memory left MiB | ready, cold | ready, warm |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| streaming | pt | 6912 | 6461 | 4.00 s | - |",
+        "| mmap_assign | pt | 6984 | 215 | 5.00 s | 1.00 s |",
     ]
     assert "Not in the table:\n\n* runai, eager: needs x: install y\n" in text
     assert text.endswith(" · 1 to 3 repeats")
-    assert "|" not in loaders.tables([[make_skipped("runai", "why")], []], {})
+    assert "|" not in loaders.tables([[make_skipped("runai", "why")], []])
