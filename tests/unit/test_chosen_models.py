@@ -47,7 +47,7 @@ def test_a_file_is_a_model_of_its_tensors(name: str) -> None:
     path = Path(name.removeprefix("from:"))
     assert found.checkpoint == path
     assert [(spec.name, spec.builder) for spec in found.specs] == [(path.name, SYNTHESISED)]
-    assert found.dtype == "float32"
+    assert list(found.dtypes.values()) == ["float32"]
 
 
 @pytest.mark.parametrize("name", ["shards", "shards/model.safetensors.index.json", "from:shards"])
@@ -78,7 +78,7 @@ def test_a_part_of_a_pipeline_is_a_model_of_diffusers(here: Path, sharded: bool)
         save_file(TENSORS, folder / "diffusion_pytorch_model.safetensors")
     (folder / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
     found = chosen("unet/")
-    assert found.specs[0].builder == DIFFUSERS.builder and found.dtype == "float32"
+    assert found.specs[0].builder == DIFFUSERS.builder and [*found.dtypes.values()] == ["float32"]
     assert chosen("from:unet/").specs[0].builder == SYNTHESISED
     one = Path("unet/diffusion_pytorch_model.safetensors")
     assert found.checkpoint == (Path("unet") if sharded else one)

@@ -33,25 +33,6 @@ def test_every_strategy_model_suite_and_isolation_is_there() -> None:
     assert names == expected | {*registry.suites(), *select.NAMES, *USES}
 
 
-def test_an_entry_has_its_facts_below_it() -> None:
-    _, text = shown("list", "strategies")
-    first = text.splitlines()[:4]
-    assert first[0] == "strategies"
-    assert first[1].startswith("  accelerate        ")
-    facts = " ".join(text.split())
-    assert "formats pt; devices cpu, cuda; options map_location, key" in facts
-    assert "formats safetensors; devices cpu, cuda; packages runai-model-streamer" in facts
-    assert "strategies for saves (--set operation=save)" in text
-
-
-def test_a_model_shows_its_arguments_but_no_whole_configuration() -> None:
-    _, text = shown("list", "models", columns=80)
-    words = " ".join(text.split())
-    assert "kwargs architecture=LlamaForCausalLM, config " in words
-    assert "builder weighin.models.gpt2:gpt2; kwargs emb_dim=1600, n_layers=48, n_heads=25" in words
-    assert max(map(len, text.splitlines())) <= 80
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_kind_as_data(kind: str) -> None:
     code, text = shown("list", kind, "--json", "-")
@@ -60,15 +41,6 @@ def test_one_kind_as_data(kind: str) -> None:
     assert document.pop("schema") == 1
     assert set(document) == ({"strategies", "saving"} if kind == "strategies" else {kind})
     assert all(entry["name"] and entry["summary"] for found in document.values() for entry in found)
-
-
-def test_only_the_list_of_isolations_tries_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
-    _, text = shown("list", "isolations", columns=100)
-    assert (
-        "           does not work here: no Docker engine answers at unix:///nonexistent: No" in text
-    )
-    assert "works here" not in shown("list")[1]
 
 
 LOADED = """

@@ -167,31 +167,19 @@ def test_every_strategy_of_ours_that_loads_to_the_cpu_has_an_expectation() -> No
     assert missing == ["instanttensor", "peft_merge", "timm", "mine"]
 
 
-def test_the_checkpoint_that_weighin_would_generate_is_inspected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "gpt2-tiny: format pt, 22 tensors, 472,960 elements" in run("gpt2-tiny")
-    (tmp_path / "nets.py").write_text(
-        "import torch\n\n\ndef build(width):\n    return torch.nn.Linear(width, 2)\n"
-    )
-    output = run("--model", "nets.py:build", "--set", 'kwargs={"width": 3}')
-    assert "nets:build(width=3): format pt, 2 tensors, 8 elements" in output
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (
-            ["nowhere:build"],
-            "builder 'nowhere:build': there is no module 'nowhere'\ncorrect the builder's name, or"
-            " install the module's package",
+            ["gpt2-tiny"],
+            "weighin inspect reads a checkpoint, and gpt2-tiny is a model without one\n"
+            "name a file or a folder; for the size of a model: weighin predict gpt2-tiny",
         ),
         (["gone.pt"], "gone.pt: no such file or folder\ncheck the path"),
         (
             ["m.pt", "--model", "gpt2-tiny"],
             "two models are given in place of one: 'm.pt' and 'gpt2-tiny'\n"
-            "to load gpt2-tiny with your own weights: --model gpt2-tiny --checkpoint m.pt",
+            "give one of the two models, or list both models in a suite file: --suite FILE",
         ),
         (
             ["m.pt", "--set", 'kwargs={"a": 1}'],

@@ -13,7 +13,6 @@ from factories import make_cell, make_result
 from rich.console import Console
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict import client, tables
@@ -207,12 +206,6 @@ def test_a_package_whose_reads_are_unknown_is_named() -> None:
     one = Planned(planned().cell, info)
     (found,) = client.predict([one])
     assert found.cannot == "weighin cannot predict how anyio, zlib_ng reads files"
-
-
-def test_a_model_that_cannot_be_built_generates_nothing() -> None:
-    model = replace(registry.model("gpt2-tiny"), builder="torch.nn:Nothing")
-    with pytest.raises(ConfigError, match=r"module 'torch\.nn' has no"), client.generated(model):
-        pass
 
 
 # -- compared with a run

@@ -1,9 +1,11 @@
 """Predictions of what a use of the loaded model takes, through the process that runs strategies."""
 
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
 from test_predict import BIAS_BYTES, SPEC, WEIGHT_BYTES
 
 from weighin.cell import Cell, ModelSpec
@@ -11,6 +13,7 @@ from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import PredictedUse, Prediction
+from weighin.stream.construct import resolve_builder
 from weighin.suite import registry
 from weighin.units import MIB
 
@@ -72,10 +75,12 @@ def test_the_copies_in_a_use_of_a_mapped_and_a_copied_model_are_counted(
     assert tuple(map(round, found)) == COPIES[use]
 
 
-def test_a_conversion_to_float32_keeps_one_weight_of_the_old_dtype() -> None:
+def test_a_conversion_to_float32_keeps_one_weight_of_the_old_dtype(tmp_path: Path) -> None:
+    model = resolve_builder(SPEC.builder)(**SPEC.kwargs)
+    torch.save(model.bfloat16().state_dict(), tmp_path / "half.pt")
     mapped, copied = predict(
         [planned(name, "to-float32", dtype="bfloat16") for name in ("mmap_assign", "load_assign")],
-        checkpoint_dtype="bfloat16",
+        checkpoint=tmp_path / "half.pt",
     )
     assert (round(copies(mapped), 1), round(2 * copies(copied))) == (1.0, 3)
 

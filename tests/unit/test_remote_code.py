@@ -181,10 +181,7 @@ def test_a_resumed_run_takes_no_new_flag_and_no_file_sets_it(
     assert "a resumed run keeps its settings: --trust-remote-code would be ignored" in text
     Path("pyproject.toml").write_text("[tool.weighin]\ntrust-remote-code = true\n")
     text = said(monkeypatch, capsys, "predict", str(folder))
-    assert (
-        "trust-remote-code cannot be set in pyproject.toml, because it gives a permission or a"
-        " confirmation" in text
-    )
+    assert "pyproject.toml: tool.weighin.trust-remote-code: unknown key" in text
 
 
 def test_a_conversion_to_the_models_keys_runs_code_only_if_it_is_trusted(

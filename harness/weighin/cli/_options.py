@@ -5,15 +5,14 @@ A verb's settings come from four sources, of which a later one overrides the ear
 own defaults, ``[tool.weighin]`` in pyproject.toml, the suite, and the command line.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
 
-from weighin.cli import _console, _pyproject
+from weighin.cli import _pyproject
 from weighin.cli._verb import WHAT, WRITE, Option, parameters
 from weighin.errors import ConfigError
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from weighin.settings.definition import Settings
 
 DEFAULT_MODEL: Final = "gpt2-small"
-_NOTES_DEFAULT: Final = ("inspect", "predict", "recommend")
 
 
 def settings(verb: str, **usual: str) -> list[click.Parameter]:
@@ -48,7 +46,6 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
                 is_flag=is_flag,
                 multiple=written.is_repeatable,
                 metavar=None if is_flag else written.metavar,
-                shell_complete=_completed(name) if name in ("models", "strategies") else None,
             )
         )
     text = "Set any other key of a suite: `weighin help suite` lists them. Repeatable."
@@ -56,23 +53,9 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
     return [*found, Option(names, WHAT, text, multiple=True, metavar="KEY=VALUE")]
 
 
-def _completed(kind: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return a function with which click completes the last name of a comma-separated list."""
-
-    def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-        from weighin.suite import registry
-
-        known = [*getattr(registry, kind)(), *["all"] * (kind == "strategies")]
-        before, comma, last = incomplete.rpartition(",")
-        return [before + comma + name for name in known if name.startswith(last)]
-
-    return complete
-
-
 MODEL: Final = click.Argument(
     ["model"],
     required=False,
-    shell_complete=_completed("models"),
     help="The model, as --model. ./NAME is always a path. Default: gpt2-small.",
 )
 COMMAND: Final = click.Argument(
@@ -87,7 +70,6 @@ SUITE: Final = Option(
     WHAT,
     "A YAML file of settings: its path, or a name of `weighin list suites`. Options beside it override its keys.",
     metavar="NAME",
-    shell_complete=_completed("suites"),
 )
 JSON: Final = Option(
     ["--json"],
@@ -127,17 +109,13 @@ def refuse(context: click.Context, names: Iterable[str], reason: str, repair: st
 
 
 def check(context: click.Context) -> None:
-    """Raise ConfigError for an option without an effect beside --resume, or without it."""
-    names = {one.name for one in context.command.params if one.name}
-    if names & {"resume"} and is_typed(context, "resume"):
-        changes_nothing = assigned(context).keys() <= {"address", "wait"}
-        ignored = names - {"resume", "trust", "json"} - ({"assigned"} if changes_nothing else set())
-        reason = "a resumed run keeps its settings"
-        repair = "leave these options out, or start a new run without --resume"
-    else:
-        ignored, reason = {"trust"}, "code that you name yourself runs without --trust"
-        repair = "leave --trust out: only --resume uses it"
-    refuse(context, ignored, reason, repair)
+    """Raise ConfigError for an option without an effect beside --resume."""
+    kept = {"resume", "trust", "json"}
+    if assigned(context).keys() <= {"address", "wait"}:
+        kept.add("assigned")
+    repair = "leave these options out, or start a new run without --resume"
+    ignored = {str(one.name) for one in context.command.params} - kept
+    refuse(context, ignored, "a resumed run keeps its settings", repair)
 
 
 def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType({})) -> "Settings":
@@ -145,10 +123,6 @@ def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType(
 
     ``defaults`` are the verb's own where no suite is named. Settings without an effect on the verb are
     refused where they are typed, and left out where a suite or pyproject.toml has them for other verbs.
-    A verb whose output does not name the model notes if it takes the default model.
-
-    Raises:
-        ConfigError: a key or a value is invalid, or it has no effect.
     """
     from weighin.settings import definition
 
@@ -176,8 +150,6 @@ def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType(
             typed["models"] = [model]
         if not suite:
             start["models"] = [DEFAULT_MODEL]
-            if verb in _NOTES_DEFAULT and "models" not in {**typed, **of_file}:
-                _console.note(f"no model given: {DEFAULT_MODEL}")
     if without := [definition.typed_as(key, verb) for key in typed if key in unused]:
         repair = f"leave {without[0]} out"
         raise ConfigError(f"{without[0]}: it has no effect on weighin {verb}", repair)
@@ -224,10 +196,6 @@ def _typed(context: click.Context) -> dict[str, Any]:
         is_of_command = "." in key and value
         if not key or not (is_of_command or is_typed(context, name)):
             continue
-        if key in typed:
-            raise ConfigError(
-                f"{each.opts[0]} and --set {name} set the same", "leave one of them out"
-            )
         if isinstance(each, click.Option) and each.multiple:
             is_pairs = "=" in (each.metavar or "")
             value = dict(pairs(each.opts[0], value)) if is_pairs else list(value)
@@ -256,11 +224,6 @@ def assigned(context: click.Context) -> dict[str, Any]:
             value = parse(text, f"--set {key}")
         elif key == "models":
             value = names(text)
-        if key == "kwargs" and "." in inner:
-            raise ConfigError(
-                f"--set {name}: an argument has no parts",
-                f"write --set kwargs.{inner.partition('.')[0]}='{{...}}'",
-            )
         if dot:
             outer = found.get(key)
             value = (outer if isinstance(outer, dict) else {}) | {inner: value}
@@ -270,19 +233,14 @@ def assigned(context: click.Context) -> dict[str, Any]:
 
 def one_model(context: click.Context) -> str:
     """Return the model that the user typed as an argument or with --model; empty if they typed none."""
-    typed = [
-        str(context.params[name] if is_typed(context, name) else "") for name in ("model", "models")
-    ]
-    argument, named = typed
-    if argument and named and argument != named:
-        repair = "give one of the two models, or list both models in a suite file: --suite FILE"
-        if Path(argument).exists():
-            weights = f"--model {named} --checkpoint {argument}"
-            repair = f"to load {named} with your own weights: {weights}"
+    typed = [context.params[name] for name in ("model", "models") if is_typed(context, name)]
+    models = [*dict.fromkeys(str(model) for model in typed if model)]
+    if len(models) > 1:
         raise ConfigError(
-            f"two models are given in place of one: {argument!r} and {named!r}", repair
+            f"two models are given in place of one: {models[0]!r} and {models[1]!r}",
+            "give one of the two models, or list both models in a suite file: --suite FILE",
         )
-    return argument or named
+    return models[0] if models else ""
 
 
 def names(text: str) -> list[str]:

@@ -24,42 +24,39 @@ _ONLY_TYPED: Final = (
 
 
 def read(context: click.Context, verbs: Mapping[str, click.Command]) -> None:
-    """Let the context of ``weighin`` know the settings file, if there is one.
-
-    Settings are kept as they are written, for ``settings_of``; other options of a verb become
-    click's defaults.
-
-    Raises:
-        ConfigError: the file is unreadable or not TOML, or a key is unknown.
-    """
+    """Keep the settings in the file for ``settings_of``; other options of a verb become click's defaults."""
     if (found := _nearest()) is None:
         return
     path, table = found
     known = {name: names for name, verb in verbs.items() if (names := _names(name, verb))}
     shared = {key for name in _SHARED_BY for key in known[name]}
-    common, parts = dict[str, Any](), list[tuple[str, dict[str, Any], tuple[str, ...]]]()
-    for key, value in table.items():
-        if isinstance(value, dict) and key in known and _normal(key) not in shared:
-            parts.append((f"{path}: {TABLE}.{key}", value, (key,)))
-        else:
-            common[key] = value
+    of_verbs = {
+        name: value
+        for name, value in table.items()
+        if isinstance(value, dict) and name in known and name not in shared
+    }
+    common = {key: value for key, value in table.items() if key not in of_verbs}
+    tables: list[tuple[str, dict[str, Any], tuple[str, ...]]]
+    tables = [(f"{path}: {TABLE}", common, _SHARED_BY)]
+    # A verb's own values come last, and override.
+    tables += [(f"{path}: {TABLE}.{name}", own, (name,)) for name, own in of_verbs.items()]
     settings = {name: dict[str, tuple[str, Any]]() for name in known}
     defaults = {name: dict[str, Any]() for name in known}
-    # A verb's own values come last, and override.
-    for place, content, users in [(f"{path}: {TABLE}", common, _SHARED_BY), *parts]:
+    for place, content, users in tables:
         allowed = {key for name in users for key in known[name]}
         for key, value in content.items():
             where, normal = f"{place}.{key}", _normal(key)
             if normal not in allowed:
-                raise _refused(where, normal, {*allowed, *(known if content is common else ())})
+                choices = {*allowed, *(known if content is common else ())}
+                raise ConfigError(
+                    f"{where}: unknown key", UnknownName("key", normal, choices).repair
+                )
             for name in users:
                 target = known[name].get(normal)
                 if isinstance(target, str):
-                    located = _located(value, target, path.parent)
-                    settings[name][target] = where, located
+                    settings[name][target] = where, _located(value, target, path.parent)
                 elif target:
-                    default = _default(target, value, path.parent, where)
-                    defaults[name][target.name or ""] = default
+                    defaults[name][str(target.name)] = _default(target, value, path.parent, where)
     context.default_map = defaults
     context.meta[TABLE] = settings
 
@@ -120,23 +117,10 @@ def _names(name: str, verb: click.Command) -> dict[str, str | click.Option]:
     return {key: target for key, target in found.items() if key not in _ONLY_TYPED}
 
 
-def _refused(place: str, key: str, known: set[str]) -> ConfigError:
-    if key in _ONLY_TYPED and key != "set":
-        return ConfigError(
-            f"{place} cannot be set in pyproject.toml, because it gives a permission or a confirmation",
-            f"give the option on the command line: --{key}",
-        )
-    return ConfigError(f"{place}: unknown key", UnknownName("key", key, known).repair)
-
-
 def _default(option: click.Option, value: object, folder: Path, place: str) -> object:
-    """Return a TOML value in the form in which click passes it from the command line."""
-    if option.is_flag:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{place}: not true or false, but {value!r}", "write true or false")
-        return value
+    """Return a TOML value as the text or texts that click would read on the command line."""
     items = value if isinstance(value, list) else [value]
-    if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
+    if not all(isinstance(item, str | int | float) for item in items):
         raise ConfigError(
             f"{place}: not a text, not a number, and not a list of texts or numbers",
             'write a value such as "8g", 3 or ["8g", "4g"]',

@@ -19,13 +19,9 @@ HOW: Final = "How to measure"
 WRITE: Final = "Where to write"
 OTHER: Final = "Options"
 PATH: Final = click.Path(path_type=Path)
-_FORMER: Final = {"class": "model_class", "grace": "grace_s", "label": "labels", "mount": "mounts"}
-"""Options of earlier versions whose setting has another name."""
 _PATHS: Final = ("FILE", "FOLDER", "RUN", "RUNS", "SOURCE", "TARGET")
-_BESIDE_WIDTH: Final = 70
-"""In a terminal with fewer columns than this, the definition of a long term is below the term."""
 _LONGEST_BESIDE: Final = 30
-"""In a wide terminal, a term of at most this many columns has its definition beside it."""
+"""A term of at most this many columns has its definition beside it."""
 
 
 class Option(click.Option):
@@ -74,10 +70,7 @@ def wrap(text: str, width: int) -> list[str]:
 def definitions(rows: Sequence[tuple[str, str]], width: int, indent: int = 2) -> Iterator[str]:
     """Yield lines of (term, definition) pairs; after a long term, the definition has its own line."""
     longest = max((len(term) for term, _ in rows), default=0)
-    limit = _LONGEST_BESIDE if width >= _BESIDE_WIDTH else width // 4
-    column = indent + min(longest, limit) + 2
-    if longest > limit and width < _BESIDE_WIDTH:
-        column = indent + 4
+    column = indent + min(longest, _LONGEST_BESIDE) + 2
     for term, definition in rows:
         head = " " * indent + term
         lines = wrap(definition, width - column)
@@ -163,22 +156,9 @@ class Verb(click.Command):
         try:
             left = super().parse_args(ctx, before)
         except click.NoSuchOption as error:
-            from weighin.settings import definition
-
-            typed, verb = error.option_name, str(self.name)
-            key = typed.lstrip("-").replace("-", "_")
-            key = _FORMER.get(key, key)
-            for name, _, option in definition.options():  # --env of another verb is environment
-                if typed in definition.names_of(name, option):
-                    key = name.rpartition(".")[2]
-            kinds = [definition.COMMANDS] * (verb in ("run", "floor"))
-            kinds += [definition.MODELS] * (verb != "run")
-            if "assigned" in names and any(key in definition.used_by(verb, one) for one in kinds):
-                inner = ".NAME" if key in ("environment", "kwargs", "labels") else ""
-                raise ConfigError(
-                    f"weighin {verb} has no option {typed}",
-                    f"set the key of a suite: --set {key}{inner}=VALUE",
-                ) from None
+            if "assigned" in names:
+                repair = "if it is a key of a suite: --set KEY=VALUE (weighin help suite)"
+                raise ConfigError(error.format_message(), repair) from None
             raise
         if is_of_both:
             if ctx.params["command"]:

@@ -14,15 +14,18 @@ from weighin.errors import ConfigError, UnknownName
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
-    from weighin.settings.definition import Settings
     from weighin.show.table import Table
 
 DECLINED_EXIT = 1
 
 
 @verb(
-    _options.MODEL,
-    *parameters({"--all": "Show every tensor of a long list."}),
+    *parameters(
+        {
+            "[MODEL]": "The checkpoint: a file, a folder, or the Hub id of a downloaded folder.",
+            "--all": "Show every tensor of a long list.",
+        }
+    ),
     *_options.settings("inspect"),
     _options.JSON,
     examples={
@@ -34,40 +37,28 @@ DECLINED_EXIT = 1
 def inspect(context: click.Context, typed: dict[str, Any]) -> None:
     """List the tensors of a checkpoint, and estimate the memory of loading it.
 
-    Of a path, no tensor data is read and no code is run, and torch is not imported. Of a built-in
-    model or a builder, you see the checkpoint that `weighin bench` would generate.
+    No tensor data is read and no code is run, and torch is not imported.
     """
     from weighin.checkpoint import inspect as inspecting
     from weighin.stream.foreign import remembering
-
-    with remembering():  # the notes are of the headers that inspect reads
-        document = _inspected(_options.read(context))
-    parts = inspecting.tables(document, show_all=typed["all"])
-    _console.deliver(typed["json"], document, *parts, folds=False)
-
-
-def _inspected(settings: "Settings") -> dict[str, Any]:
-    from weighin.checkpoint.inspect import inspect
     from weighin.suite import registry
 
+    settings = _options.read(context)
     name, choice, selection = settings.models[0].source, settings.choice, settings.selection
-    if path := registry.path_of(name, settings.kwargs, choice.revision):
-        weights = (
-            registry.weights_of(path, replace(choice, revision="")) if choice.variant else path
-        )
-        inspected = inspect(weights, selection)
+    with remembering():  # the notes are of the headers that inspect reads
+        path = registry.path_of(name, settings.kwargs, choice.revision)
+        if path is None:
+            raise ConfigError(
+                f"weighin inspect reads a checkpoint, and {name} is a model without one",
+                f"name a file or a folder; for the size of a model: weighin predict {name}",
+            )
+        if choice.variant:
+            path = registry.weights_of(path, replace(choice, revision=""))
+        document = inspecting.inspect(path, selection)
         if not selection:
-            _console.note(*registry.notes_on(weights, choice))
-        return inspected
-    from weighin.predict import client
-    from weighin.suite.chosen_models import choose
-
-    chosen = choose(settings)
-    with (
-        _console.working("building the model without values"),
-        client.generated(chosen.specs[0], chosen.python_path) as path,
-    ):
-        return inspect(path) | {"path": chosen.specs[0].title}
+            _console.note(*registry.notes_on(path, choice))
+    parts = inspecting.tables(document, show_all=typed["all"])
+    _console.deliver(typed["json"], document, *parts, folds=False)
 
 
 @verb(
@@ -209,11 +200,10 @@ cache = Verbs(
 
 
 def _table(stored: Sequence[dict[str, Any]]) -> "Table":
-    from weighin.show.table import Column, Table
+    from weighin.show.table import Table
 
-    heads = ("model", "format", "size", "last used")
     rows = []
     for one in stored:
         used = datetime.fromisoformat(one["last_used"]).astimezone().strftime("%Y-%m-%d %H:%M")
-        rows.append([one["name"], one["format"], format_bytes(one["bytes"]), used])
-    return Table("", [Column(head, is_name=head != "size") for head in heads], rows)
+        rows.append([one["name"], one["format"], used, format_bytes(one["bytes"])])
+    return Table.of(("model", "format", "last used", "size"), rows, names=3)

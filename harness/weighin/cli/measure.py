@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from weighin.result import Result
     from weighin.settings.definition import Settings
 
-_FLOOR_TIMEOUT_S = 300.0
-
 
 @verb(
     _options.MODEL,
@@ -156,10 +154,9 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
     from weighin.isolation import cgroup
     from weighin.plan import start
 
-    _options.check(context)
     typed, verb, assigned = context.params, context.command.name, _options.assigned(context)
-    is_of_command = verb == "run" or typed.get("command") is not None
     if typed["resume"]:
+        _options.check(context)
         cgroup.enter_scope(sys.argv[1:])
         task = start.resume(typed["resume"], trusted=typed["trust"], search=verb == "floor")
         place: Mapping[str, Any] = task.settings.engine
@@ -178,10 +175,6 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
     if name == "local" and settings.isolation in ("auto", "cgroup"):
         cgroup.enter_scope(sys.argv[1:])
     with driver.opened(place) as (nodes, perform):
-        if place and is_of_command:
-            _console.note(
-                "on a node, the command's standard input is empty, and its output not shown"
-            )
         settings = settings.model_copy(update={"engine": place})
         task, note = start.start(settings, typed["out"], nodes)
         _console.note(note)
@@ -194,7 +187,7 @@ def new_settings(context: click.Context) -> "Settings":
     is_of_command = verb == "run" or typed.get("command") is not None
     usual: dict[str, Any] = {"stacks": True} if verb == "run" else {}
     if verb == "floor" and not is_of_command:
-        usual = {"uses": ["none"], "timeout_s": _FLOOR_TIMEOUT_S}
+        usual = {"uses": ["none"], "timeout_s": 300.0}
     settings = _options.read(context, usual)
     update: dict[str, Any] = {}
     if verb == "floor":

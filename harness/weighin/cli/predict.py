@@ -5,19 +5,13 @@ from typing import Any
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import WHAT, parameters, verb
+from weighin.cli._verb import verb
 
 
 @verb(
     _options.MODEL,
     *_options.settings("predict", uses="none"),
     _options.SUITE,
-    *parameters(
-        {
-            "--checkpoint-dtype DTYPE": "The floating-point dtype of the assumed checkpoint. Default: that of the one which `weighin bench` would write."
-        },
-        WHAT,
-    ),
     _options.JSON,
     examples={
         "Predict the memory of each of six ways of loading": "weighin predict gpt2-xl",
@@ -32,10 +26,9 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
     use of the model after the load.
     """
     from weighin.cell import FORWARD
-    from weighin.errors import ConfigError, UnknownName
+    from weighin.errors import ConfigError
     from weighin.plan import loads
     from weighin.predict import client, tables
-    from weighin.settings.definition import DTYPES
     from weighin.stream import quantised
     from weighin.suite import chosen_models, registry
 
@@ -62,14 +55,11 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
         dtypes=chosen.dtypes,
         own_formats=chosen.own_formats,
     )
-    if (stored := typed["checkpoint_dtype"]) and stored not in DTYPES:
-        raise UnknownName("dtype", stored, DTYPES)
     with _console.working("importing torch") as show:
         predictions = client.predict(
             planned,
             checkpoint=chosen.checkpoint,
             selection=chosen.selection,
-            checkpoint_dtype=DTYPES[stored] if stored else None,
             python_path=chosen.python_path,
             forward=FORWARD in use_paths and (is_asked or not typed["suite"]),
             use_paths=use_paths,

@@ -82,7 +82,7 @@ def question_of(context: click.Context, settings: "Settings") -> "Question":
         device=settings.device,
         ranks=settings.ranks[0],
         disk=Pace(settings.disk[0], settings.disk_latency[0]),
-        dtype=chosen.dtype,
+        dtype=chosen.dtypes[chosen.specs[0].title],
         allow=answer.check_allowed(_options.names(context.params["allow"])),
         results=context.params["results"],
         python_path=chosen.python_path,

@@ -84,7 +84,7 @@ def _answer(request: dict[str, Any], made: dict[str, dict[str, Any]]) -> dict[st
     key = f"{request['cell']['model']}{request['cell']['format']}"
     if key not in made:
         made[key] = _in_fork(_make, request)
-    if "cannot" in made[key] or "strategy_path" not in request:
+    if "cannot" in made[key]:
         return made[key]
     answer = _in_fork(_predict, request | made[key])
     return answer | {"checkpoint_dtype": made[key]["checkpoint_dtype"]}
@@ -151,8 +151,7 @@ def _make(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     if source and request["is_own"]:
         path = source
     else:
-        dtype = request.get("dtype")
-        path = make_sparse(cell.model, cell.format, dtype, folder, source, selection)
+        path = make_sparse(cell.model, cell.format, folder, source, selection)
     manifest = write_manifest(cell.model, cell.dtype, folder)
     return {
         "checkpoint": str(path),

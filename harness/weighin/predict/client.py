@@ -11,7 +11,7 @@ from typing import Any, Final
 from weighin import child_process
 from weighin.cell import FORK, Cell, ModelSpec
 from weighin.checkpoint import staging
-from weighin.errors import ConfigError, HarnessError
+from weighin.errors import HarnessError
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Peaks, Prediction, Work, from_json
 from weighin.probes.environment import read_ahead_bytes
@@ -42,7 +42,6 @@ def predict(
     *,
     checkpoint: Path | None = None,
     selection: Selection = WHOLE,
-    checkpoint_dtype: str | None = None,
     python_path: Sequence[str] = (),
     report: Report | None = None,
     forward: bool = False,
@@ -55,8 +54,7 @@ def predict(
 
     A cell loads ``checkpoint`` if this file has the cell's format and only tensors, and ``selection``
     selects no part of it. Any other cell loads a checkpoint without values that weighin generates, with
-    the tensors that ``selection`` selects in ``checkpoint``, or with the model's; ``checkpoint_dtype``
-    replaces the dtype of its floating-point tensors.
+    the tensors that ``selection`` selects in ``checkpoint``, or with the model's.
 
     Raises:
         HarnessError: a library cannot build its model; the checkpoint lacks weights of the model or
@@ -82,7 +80,6 @@ def predict(
                 checks=not is_checked and library_of(cell.model.builder) is not None,
                 source=str(checkpoint) if checkpoint else None,
                 selection=asdict(selection),
-                dtype=checkpoint_dtype,
                 is_own=own == cell.format,
                 read_ahead_bytes=read_ahead_bytes(checkpoint or staging.folder()),
                 forward=forward and cell.passes > 0,
@@ -93,16 +90,6 @@ def predict(
                 raise HarnessError(*misfit)
             predictions.append(of_ranks(one.cell, from_json(cell, answer)))
     return predictions
-
-
-@contextmanager
-def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield the path of a checkpoint as weighin generates it for a model, but without values."""
-    with _process(python_path) as (ask, folder):
-        made = ask(Cell(model, "baseline", "process"), str(folder))
-        if cannot := made.get("cannot"):
-            raise ConfigError(*made.get("error", (cannot, "correct the model or its arguments")))
-        yield Path(made["checkpoint"])
 
 
 def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)

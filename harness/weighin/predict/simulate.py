@@ -49,7 +49,6 @@ _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no
 def make_sparse(
     model: ModelSpec,
     fmt: str,
-    dtype: str | None,
     folder: Path,
     source: Path | None = None,
     selection: Selection = WHOLE,
@@ -59,30 +58,19 @@ def make_sparse(
     The new checkpoint has the tensors that ``selection`` selects in the checkpoint ``source``, or
     all tensors of ``model`` if ``source`` is None. For a model of a library (transformers), it has
     the model's tensors in the widest dtype of ``source``, because a Hugging Face folder's keys may
-    differ from the model's. ``dtype`` replaces the dtype of floating-point tensors, except those
-    that always keep theirs; None means the dtypes that ``weighin bench`` writes.
+    differ from the model's.
 
     Raises:
         ConfigError: the builder cannot be used.
         CheckpointError: ``source`` cannot be read.
     """
-    wanted = getattr(torch, dtype or own_dtype(model))
     slices = None if source is None else formats.read(source, selection)
-    kept: set[str] = set()
     if slices is not None and library_of(model.builder) is None:
         tensors = reader.plans(slices)
     else:
-        kind = wanted if slices is None else reader.widest_dtype(slices)
-        described = truth.describe(model, kind)
-        tensors = truth.plans(described)
-        kept = {name for name, one in described.items() if one.is_kept}
-    if dtype is not None:
-        tensors = [
-            replace(one, dtype=wanted)
-            if one.dtype.is_floating_point and one.name not in kept
-            else one
-            for one in tensors
-        ]
+        own = getattr(torch, own_dtype(model))
+        kind = own if slices is None else reader.widest_dtype(slices)
+        tensors = truth.plans(truth.describe(model, kind))
     target = formats.checkpoint_in(folder, fmt)
     target.parent.mkdir(parents=True)
     write(fmt, target, tensors, None)

@@ -44,27 +44,11 @@ class ChosenModels:
         loaded = {title: formats.loaded_as(path, self.selection) for title, path in places.items()}
         return {title: fmt for title, fmt in loaded.items() if fmt}
 
-    @property
-    def dtype(self) -> str:
-        dtypes = set(self.dtypes.values())
-        if len(dtypes) > 1:
-            raise ConfigError(
-                f"the models of the run have different dtypes: {', '.join(sorted(dtypes))}",
-                "choose one dtype for all models, such as --dtype bf16",
-            )
-        return dtypes.pop()
-
 
 @remembering()
 def choose(settings: Settings) -> ChosenModels:
-    """Return the models of a run, with the checkpoint that a model's path or --checkpoint names.
-
-    The key and the prefix of the weights are those of --key and strip_prefix, unless a model's
-    entry has them. The choice of weights and of a class applies to every model that is a Hugging
-    Face folder.
-    """
+    """Return the models of a run, with the checkpoint that a model's path or --checkpoint names."""
     choice, selection = settings.choice, _selection(settings)
-    given = settings.checkpoint and registry.weights_of(settings.checkpoint)
     specs: list[ModelSpec] = []
     several: dict[str, Path] = {}
     dtypes: dict[str, str] = {}
@@ -75,23 +59,24 @@ def choose(settings: Settings) -> ChosenModels:
             selection,
             replace(choice, adapter=entry.adapter or choice.adapter),
         )
-        is_named = entry.name and entry.name != entry.source
-        spec = replace(spec, name=entry.name) if is_named else spec
+        if entry.name and entry.name != entry.source:
+            spec = replace(spec, name=entry.name)
         specs.append(spec)
-        asked = entry.dtype or settings.dtype
-        dtypes[spec.title] = dtype = own_dtype(spec) if asked == "auto" else asked
+        title, asked = spec.title, entry.dtype or settings.dtype
+        dtypes[title] = dtype = own_dtype(spec) if asked == "auto" else asked
         if dtype not in DTYPES.values():
             raise ConfigError(
-                f"{spec.title} has the dtype {dtype}, but weighin cannot load a model in this dtype",
+                f"{title} has the dtype {dtype}, but weighin cannot load a model in this dtype",
                 "choose another dtype for the loaded model: --dtype float32, bfloat16 or float16",
             )
         if entry.checkpoint and weights is None:
             weights = registry.weights_of(Path(entry.checkpoint))
         if weights:
-            several[spec.title] = weights
-    own = given
-    if given or len(settings.models) == 1:  # --checkpoint overrides those of the suite
-        own = given or next(iter(several.values()), None)
+            several[title] = weights
+    own = registry.weights_of(settings.checkpoint) if settings.checkpoint else None
+    if len(specs) == 1:
+        own = own or several.get(specs[0].title)
+    if own:  # --checkpoint overrides those of the suite
         several = {}
     if selection and own is None:
         what = "each model has one of its own" if several else "none is given"

@@ -17,14 +17,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from weighin.cell import (
-    NONE,
-    SYNTHESISED,
-    USES,
-    ModelSpec,
-    Operation,
-    with_arguments,
-)
+from weighin.cell import NONE, SYNTHESISED, USES, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
 from weighin.models.description import spec_of, spec_of_gguf
@@ -66,9 +59,7 @@ _NO_CONSTANTS: Final = ("name", "path", "summary")
 
 
 def data_folder(name: str) -> Path:
-    """Return one of weighin's data folders, "strategies" or "configs": beside the package in a checkout,
-    and inside it in an installed wheel.
-    """
+    """Return "strategies" or "configs": beside the package in a checkout, inside it in a wheel."""
     return Path(CODE_PATH[1]) / name
 
 
@@ -137,9 +128,7 @@ def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
 
 
 def _third_party(operation: Operation) -> Iterator[Path]:
-    """Yield the files of the strategies in installed packages. Unlike ``find_spec`` of a module, this
-    imports no parent package.
-    """
+    """Yield the files of strategies in installed packages, without importing a parent package."""
     for entry in entry_points(group=_ENTRY_POINTS[operation]):
         top, *rest = entry.module.split(".")
         spec = find_spec(top)
@@ -175,11 +164,7 @@ def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
 def chosen(
     settings: "Settings", own_format: str | None = None
 ) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
-    """Return the strategies of a run, each with its options.
-
-    If nobody names a strategy or a format, and no default strategy reads ``own_format``, the format of
-    a user's checkpoint that weighin can only read, return all that read it in one process.
-    """
+    """Return the strategies of a run; if none is named, those that read a read-only own format."""
     pairs = []
     operation = settings.operation
     for entry in settings.strategies:
@@ -195,12 +180,7 @@ def chosen(
 
 
 def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
-    """Read a strategy's name, summary and constants from the source, without executing the file.
-
-    Raises:
-        ConfigError: the file is missing or not Python, defines no ``load`` (or ``save``), or has an
-            invalid constant.
-    """
+    """Read a strategy's name, summary and constants from its source, without executing the file."""
     example = "see strategies/README.md for an example of 20 lines"
     tree = user_code.parse(path, "strategy", f"{operation}(job)", example)
     docstring, constants = ast.get_docstring(tree), dict[str, tuple[Any, int]]()
@@ -258,23 +238,19 @@ def versions(requirements: Iterable[str]) -> dict[str, str]:
 
 
 def missing_packages(requirements: Iterable[str]) -> str:
-    """Return what is missing and the command that installs it; empty if nothing is: "needs timm: pip
-    install timm".
-    """
-    absent = [each for each in requirements if not _is_installed(each)]
-    install = f"pip install {' '.join(map(quote, absent))}"
-    return f"needs {', '.join(absent)}: {install}" if absent else ""
-
-
-def _is_installed(requirement: str) -> bool:
+    """Return what is missing with its command ("needs timm: pip install timm"); empty if nothing is."""
     from packaging.requirements import InvalidRequirement, Requirement  # `list` does without it
 
-    try:
-        asked = Requirement(requirement)
-    except InvalidRequirement:  # such as a URL, which pip can install
-        return False
-    found = versions([asked.name]).get(asked.name)
-    return found is not None and asked.specifier.contains(found, prereleases=True)
+    absent = []
+    for requirement in requirements:
+        with suppress(InvalidRequirement):  # such as a URL, which pip can install
+            asked = Requirement(requirement)
+            found = versions([asked.name]).get(asked.name)
+            if found and asked.specifier.contains(found, prereleases=True):
+                continue
+        absent.append(requirement)
+    install = f"pip install {' '.join(map(quote, absent))}"
+    return f"needs {', '.join(absent)}: {install}" if absent else ""
 
 
 def chosen_uses(names: list[str]) -> dict[str, str]:
@@ -347,11 +323,6 @@ def model_and_checkpoint(
 
     For the last kind, the model consists of the tensors that ``selection`` selects, and needs no
     code. ``choice`` chooses the weights and the class in a Hugging Face folder.
-
-    Raises:
-        UnknownName: ``name`` is neither a known name nor a path.
-        CheckpointError: the path does not exist, or is no checkpoint of plain weights.
-        ConfigError: ``kwargs`` or ``choice`` would have no effect, or the folder's own code may not run.
     """
     path = path_of(name, kwargs, choice.revision)
     if path is None:
@@ -421,9 +392,7 @@ def gguf_in(path: Path) -> Path | None:
 
 
 def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
-    """Return the checkpoint at ``path``; for a Hugging Face folder with a single file of weights,
-    return this file.
-    """
+    """Return the checkpoint at ``path``: of a Hugging Face folder with one file, this file."""
     path = pretrained_folder.path_of(path, choice.revision)
     if file := gguf_in(path):
         return file
@@ -440,10 +409,7 @@ def notes_on(
     selection: Selection = WHOLE,
     architecture: str = "",
 ) -> tuple[str, ...]:
-    """Return notes on a checkpoint: its shards, its folder's class, and parts that are not loaded.
-
-    ``architecture`` is the class that transformers has chosen; empty if nobody has asked it.
-    """
+    """Return notes on shards, class (``architecture``: what transformers took) and unloaded parts."""
     notes = list(formats.read(checkpoint, selection).notes)
     if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
         return tuple(notes)

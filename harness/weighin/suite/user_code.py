@@ -6,7 +6,6 @@ PYTHONPATH. The functions of this module never import or execute a user's code.
 
 import ast
 import os
-import sys
 from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -18,8 +17,6 @@ from weighin.text import printable
 
 _OURS: Final = "weighin.models."
 _FILE: Final = ".py:"
-_TAKEN: Final = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "weighin"}
-"""Names that a model's module must not have, because Python or weighin has such a module."""
 
 
 def is_file(name: str) -> bool:
@@ -28,9 +25,7 @@ def is_file(name: str) -> bool:
 
 
 def of_file(name: str) -> tuple[str, Path]:
-    """For "path/nets.py:build", return the builder "nets:build" and the folder from which to import
-    the module: of a file beside an ``__init__.py``, as a part of that package.
-    """
+    """Return "nets:build" for "path/nets.py:build", and the folder to import it from."""
     text, _, function = name.rpartition(":")
     path = Path(text).expanduser()
     if not path.is_file():
@@ -40,24 +35,17 @@ def of_file(name: str) -> tuple[str, Path]:
         )
     path = path.resolve()
     parts, folder = [path.stem], path.parent
+    # A file beside an __init__.py is a part of that package, which its relative imports need.
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)
         folder = folder.parent
     if path.stem == "__init__" and len(parts) > 1:
         parts.pop()
-    if wrong := [part for part in parts if not part.isidentifier()] or [*{parts[0]} & _TAKEN]:
-        raise ConfigError(
-            f"--model {name}: {wrong[0]!r} is no name for a module of yours",
-            "rename it, for example to nets.py: letters, digits and underscores, and no module's name"
-            " of Python or weighin",
-        )
     return f"{'.'.join(parts)}:{function}", folder
 
 
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders with the models' modules: those of builders in files, the current folder, and
-    the existing folders of PYTHONPATH.
-    """
+    """Return the folders of the models' modules: those of files, the current one, PYTHONPATH's."""
     folders = [of_file(name)[1] for name in names if is_file(name)]
     folders.append(Path.cwd())
     listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -81,9 +69,7 @@ def file_of(builder: str, folders: Iterable[str]) -> Path | None:
 
 
 def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
-    """Return the syntax tree of a strategy's or use's file, which must define ``function``, such as
-    "load(job)"; else the repair is ``example``.
-    """
+    """Return the syntax tree of a file that must define ``function``, such as "load(job)"."""
     try:
         tree = ast.parse(read_bytes(path), filename=str(path))
     except FileNotFoundError:
