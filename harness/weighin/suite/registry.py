@@ -67,18 +67,10 @@ def data_folder(name: str) -> Path:
 class StrategyInfo:
     """The declarations in a strategy's file: the constants of these names, in capitals.
 
-    Attributes:
-        formats: the checkpoint formats that the strategy reads (a load) or writes (a save).
-        options: the names that the strategy accepts in ``job.options``.
-        maps_keys: whether it renames and converts a checkpoint's keys as transformers does.
-        pretrained: the library whose Hugging Face folders it loads: "transformers", "diffusers", "timm".
-        packages: the packages from PyPI that it imports: "fastsafetensors", "safetensors>=0.8".
-        shares_load: whether it divides one load among ranks, and so needs at least two.
-        weights_only: whether it reads training checkpoints with torch.load(weights_only=True).
-        dequantises, merges: whether it loads quantised folders, and merges an adapter.
-        needs_adapter: whether it works only with an adapter.
-        peak: the memory of a load on the CPU, for all formats or for each: words of ``PEAK_WORDS``, as
-            in "model + tensor". Empty if it is not known.
+    ``maps_keys`` says that it renames and converts keys as transformers does, ``shares_load`` that it divides
+    one load among ranks, and ``weights_only`` that it reads training checkpoints. ``packages`` are from PyPI
+    ("safetensors>=0.8"). ``peak`` is the memory of a load on the CPU, for all formats or for each: words of
+    ``PEAK_WORDS``, as in "model + tensor"; empty if it is not known.
     """
 
     name: str
@@ -317,12 +309,9 @@ def model_and_checkpoint(
 ) -> tuple[ModelSpec, Path | None]:
     """Return the model that ``name`` stands for, and its checkpoint if ``name`` is a path.
 
-    ``name`` is, in this order: a built-in model; a builder, "package.module:callable" or
-    "path/nets.py:callable"; the path or Hub id of a Hugging Face folder; the path of a GGUF file or of a
-    folder with one; the path of any other checkpoint, or "from:PATH" for a checkpoint of any kind.
-
-    For the last kind, the model consists of the tensors that ``selection`` selects, and needs no
-    code. ``choice`` chooses the weights and the class in a Hugging Face folder.
+    A built-in model comes before a builder ("package.module:callable", "path/nets.py:callable"), a Hugging Face
+    folder or Hub id, a GGUF file, and any other checkpoint ("from:PATH" for one of any kind): its model is
+    the tensors that ``selection`` selects, and needs no code.
     """
     path = path_of(name, kwargs, choice.revision)
     if path is None:
@@ -354,11 +343,7 @@ def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
 
 
 def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = "") -> Path | None:
-    """Return the file or folder that ``name`` stands for; None for a built-in model or a builder.
-
-    The path of an index of shards stands for the index's folder. A Hub id stands for the folder of
-    this ``revision`` in the local cache.
-    """
+    """Return the file or folder that ``name`` stands for; None for a built-in model or a builder."""
     if name in (known := models()) or user_code.is_file(name):
         return None
     path = pretrained_folder.path_of(Path(name.removeprefix(_FROM)), revision)
