@@ -335,9 +335,26 @@ def test_a_wrong_value_in_the_table_of_a_verb_names_this_table(here: Path) -> No
 @pytest.mark.parametrize(
     ("text", "key", "why"),
     [
-        ('[tool.weighin.run]\nenv = {A = "x=1"}', "run.env", "not a text, not a number, and not a"),
-        ("[tool.weighin.recommend]\nall = {}", "recommend.all", "not a text, not a number"),
-        ("[tool.weighin.run]\nname = [[1]]", "run.name", "not a text, not a number, and not a"),
+        (
+            '[tool.weighin.run]\nenv = {A = "x=1"}',
+            "run.env",
+            "not a text, a number, or a list of them, but",
+        ),
+        (
+            "[tool.weighin.recommend]\nall = 3",
+            "recommend.all",
+            "not true or false, but 3\nwrite true or false",
+        ),
+        (
+            "[tool.weighin.recommend]\nallow = true",
+            "recommend.allow",
+            "not a text, a number, or a list",
+        ),
+        (
+            "[tool.weighin.run]\nname = [[1]]",
+            "run.name",
+            "not a text, a number, or a list of them, but",
+        ),
     ],
 )
 def test_a_wrong_kind_of_value_of_any_option_names_the_file(

@@ -58,11 +58,22 @@ def test_the_folders_of_pythonpath_that_exist_come_last(
     assert user_code.import_path(["a:b"]) == (str(here), str(here / "lib"))
 
 
-def test_a_file_that_is_missing_is_refused(here: Path) -> None:
+NO_MODULE = (
+    "is no name for a module of yours\n"
+    "rename it, for example to nets.py: letters, digits and underscores, and no module's name of"
+    " Python or weighin"
+)
+
+
+def test_a_file_that_is_missing_or_cannot_be_imported_is_refused(here: Path) -> None:
     assert complaint("nets.py:build") == (
         "--model nets.py:build: there is no file nets.py\nname a Python file and a function in it:"
         " --model path/nets.py:build"
     )
+    written(here / "my-nets.py")
+    assert complaint("my-nets.py:build") == (f"--model my-nets.py:build: 'my-nets' {NO_MODULE}")
+    written(here / "queue.py")
+    assert complaint("queue.py:build") == f"--model queue.py:build: 'queue' {NO_MODULE}"
 
 
 def test_the_file_of_a_builder_is_known_without_importing_it(here: Path) -> None:

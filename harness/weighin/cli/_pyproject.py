@@ -120,11 +120,10 @@ def _names(name: str, verb: click.Command) -> dict[str, str | click.Option]:
 def _default(option: click.Option, value: object, folder: Path, place: str) -> object:
     """Return a TOML value as the text or texts that click would read on the command line."""
     items = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, str | int | float) for item in items):
-        raise ConfigError(
-            f"{place}: not a text, not a number, and not a list of texts or numbers",
-            'write a value such as "8g", 3 or ["8g", "4g"]',
-        )
+    wanted = "true or false" if option.is_flag else "a text, a number, or a list of them"
+    for item in items:
+        if not isinstance(item, str | int | float) or isinstance(item, bool) is not option.is_flag:
+            raise ConfigError(f"{place}: not {wanted}, but {value!r}", f"write {wanted}")
     is_path, name = isinstance(option.type, click.Path), option.name or ""
     texts = [_located(str(item), name, folder, is_path=is_path) for item in items]
     return texts if option.multiple else ",".join(texts)

@@ -6,6 +6,7 @@ PYTHONPATH. The functions of this module never import or execute a user's code.
 
 import ast
 import os
+import sys
 from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -17,6 +18,8 @@ from weighin.text import printable
 
 _OURS: Final = "weighin.models."
 _FILE: Final = ".py:"
+_TAKEN: Final = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "weighin"}
+"""Names that a model's module must not have, because Python or weighin has such a module."""
 
 
 def is_file(name: str) -> bool:
@@ -41,6 +44,12 @@ def of_file(name: str) -> tuple[str, Path]:
         folder = folder.parent
     if path.stem == "__init__" and len(parts) > 1:
         parts.pop()
+    if wrong := [part for part in parts if not part.isidentifier()] or [*{parts[0]} & _TAKEN]:
+        raise ConfigError(
+            f"--model {name}: {wrong[0]!r} is no name for a module of yours",
+            "rename it, for example to nets.py: letters, digits and underscores, and no module's name"
+            " of Python or weighin",
+        )
     return f"{'.'.join(parts)}:{function}", folder
 
 
