@@ -53,30 +53,19 @@ class Answer:
     question: Cell
     seconds: Mapping[Candidate, Sequence[float]]
 
-    @property
-    def named(self) -> Candidate:
-        return next(iter(self.seconds))
-
-    @property
-    def fastest(self) -> Candidate:
-        return min(self.seconds, key=lambda one: median(self.seconds[one]))
-
-    @property
-    def ratio(self) -> float:
-        return median(self.seconds[self.named]) / median(self.seconds[self.fastest])
-
-    @property
-    def is_right(self) -> bool:
-        longest = max(self.seconds[self.fastest])
-        return self.ratio <= _CLOSE or median(self.seconds[self.named]) <= longest
-
-    def row(self) -> list[str]:
-        named_s = median(self.seconds[self.named])
-        return [
-            self.run, _in_words(self.question), _name(self.named), f"{named_s:.2f}", f"{self.named.ready_s:.2f}",
-            _name(self.fastest), spread(self.seconds[self.fastest]), f"{self.ratio:.2f}",
-            "" if self.is_right else "wrong",
+    def judged(self) -> tuple[list[str], float, bool]:
+        """Return the row of the table, the ratio of the two strategies' times, and whether the answer is right."""
+        named, fastest = next(iter(self.seconds)), min(self.seconds, key=self._median)
+        named_s, ratio = self._median(named), self._median(named) / self._median(fastest)
+        is_right = ratio <= _CLOSE or named_s <= max(self.seconds[fastest])
+        row = [
+            self.run, _in_words(self.question), _name(named), f"{named_s:.2f}", f"{named.ready_s:.2f}",
+            _name(fastest), spread(self.seconds[fastest]), f"{ratio:.2f}", "" if is_right else "wrong",
         ]  # fmt: skip
+        return row, ratio, is_right
+
+    def _median(self, one: Candidate) -> float:
+        return median(self.seconds[one])
 
 
 def main() -> None:
@@ -86,8 +75,9 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     runs = [run for run in parser.parse_args().runs if (run / run_folder.RECORDS).exists()]
     answers = [answer for run in runs for answer in answers_of(run)]
-    print(Table.of(_HEADS, [one.row() for one in answers], names=3).markdown())
-    right, worst = sum(one.is_right for one in answers), max(one.ratio for one in answers)
+    rows, ratios, are_right = zip(*(one.judged() for one in answers), strict=True)
+    print(Table.of(_HEADS, rows, names=3).markdown())
+    right, worst = sum(are_right), max(ratios)
     print(f"\n{right} of {len(answers)} answers are right. The largest ratio is {worst:.2f}.")
     off = [
         abs(one.ready_s / median(seconds) - 1)
