@@ -1,5 +1,4 @@
-"""The parameters that several verbs share, and the settings that the user typed
-(``weighin.settings.definition`` defines them).
+"""The parameters that several verbs share, and the settings that the user typed.
 
 A verb's settings come from four sources, of which a later one overrides the earlier ones: the verb's
 own defaults, ``[tool.weighin]`` in pyproject.toml, the suite, and the command line.
@@ -119,10 +118,9 @@ def check(context: click.Context) -> None:
 
 
 def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType({})) -> "Settings":
-    """Return a verb's settings, of models or of the typed commands, from all four sources.
+    """Return a verb's settings, of models or of the typed commands; ``defaults`` hold where no suite is named.
 
-    ``defaults`` are the verb's own where no suite is named. Settings without an effect on the verb are
-    refused where they are typed, and left out where a suite or pyproject.toml has them for other verbs.
+    Settings without an effect are refused if typed, and left out of a suite or pyproject.toml.
     """
     from weighin.settings import definition
 

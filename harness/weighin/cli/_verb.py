@@ -37,10 +37,9 @@ class Option(click.Option):
 def parameters(
     lines: Mapping[str, str], group: str = OTHER, **defaults: Any
 ) -> list[click.Parameter]:
-    """Return arguments and options, whose help is the value of a line, from what the help shows.
+    """Return arguments and options from what the help shows of each, by their texts.
 
-    "--dtype DTYPE" is an option, "--all" a flag, RUN an argument, [RUN] one that may be missing, and
-    "..." after any of them makes it repeatable. The words in ``_PATHS`` stand for paths.
+    "--dtype DTYPE" is an option, "--all" a flag, RUN an argument, [RUN] one that may be missing, "..." repeats.
     """
     found: list[click.Parameter] = []
     for shown, text in lines.items():
@@ -204,11 +203,7 @@ class _Commands(Mapping[str, click.Command]):
 
 
 class Verbs(click.Group):
-    """A group of verbs. ``panels`` has the headings of the help, and the verbs under each heading.
-
-    ``load`` imports a verb by name, at its first use. ``topics`` are terms and their meanings, which
-    `weighin help TOPIC` shows.
-    """
+    """A group of verbs: ``panels`` by headings of the help, imported by ``load``, and ``topics`` of `weighin help`."""
 
     context_class = _Context
 

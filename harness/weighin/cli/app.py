@@ -1,8 +1,4 @@
-"""Define the command ``weighin``: list the verbs, run one verb, and print an error in two lines.
-
-To run a verb, weighin imports the verb's module, and this module imports slow modules only inside
-the functions that need them. ``weighin list`` therefore answers at once.
-"""
+"""Define the command ``weighin``: list the verbs, import and run one verb, and print an error in two lines."""
 
 import gc
 import os

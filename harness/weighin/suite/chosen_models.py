@@ -16,11 +16,9 @@ from weighin.suite import registry, user_code
 
 @dataclass(frozen=True, slots=True)
 class ChosenModels:
-    """The models that a run measures, with their weights and settings.
+    """The models that a run measures; the user's own weights are ``checkpoint``, or ``checkpoints`` by title.
 
-    The user's own weights are ``checkpoint`` for all models, or in ``checkpoints`` by a model's title.
-    ``dtypes`` has the dtype of each model's loads by title, with "auto" resolved. The models' builders
-    are imported from the folders of ``python_path``.
+    ``dtypes`` has the dtype of each model's loads by title. Builders are imported from ``python_path``.
     """
 
     specs: tuple[ModelSpec, ...]

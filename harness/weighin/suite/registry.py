@@ -1,8 +1,6 @@
 """Find strategies, uses and models by name, without importing torch or the files of users.
 
-A file with a function ``load`` is a strategy for loads, one with ``save`` a strategy for saves, and
-one with ``use`` a use of a model (what follows a load). A strategy declares each package that it
-needs by its name on PyPI, if necessary with a minimum version: "safetensors>=0.8".
+A file with a function ``load`` is a strategy for loads, one with ``save`` for saves, and one with ``use`` a use.
 """
 
 import ast

@@ -1,8 +1,4 @@
-"""Find the module of a user's model, and parse the files of strategies and uses.
-
-A model's module is in a file that the user names, in the current folder, or in a folder of
-PYTHONPATH. The functions of this module never import or execute a user's code.
-"""
+"""Find the module of a user's model, and parse the files of strategies and uses, without executing any."""
 
 import ast
 import os
