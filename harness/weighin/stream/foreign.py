@@ -381,7 +381,7 @@ def no_model(folder: Path) -> CheckpointError:
     elif "modules.json" in names and not {"config.json", PIPELINE} & {*names}:
         what = f"a sentence-transformers folder without {'a transformer' if weights else 'weights'}"
         repair = f"give the file: {weights[0]}" if weights else "copy the whole folder"
-        if parts := models_below(folder):
+        if not weights and (parts := models_below(folder)):
             what = f"a sentence-transformers folder of several parts: {one_line(few(parts))}"
             repair = f"give the folder of one part: {folder / parts[0]}; load_pretrained loads all"
     elif found := recognised("folder", "\n".join(names), folder):

@@ -255,15 +255,10 @@ def _of_sentences(
     threads: int | None,
 ) -> Any:
     """Return ``SentenceTransformer(folder, device=device)``; without a dtype, in its own."""
-    files: list[Path] = []
-    for index, place in enumerate(pretrained_folder.listed_parts(folder)):
-        if not isinstance(place, str) or ".." in Path(place).parts:
-            raise CheckpointError(
-                f"{folder / 'modules.json'}: part {index} has no 'path' that lies within the folder",
-                "save the model again: SentenceTransformer.save(FOLDER)",
-            )
-        if weights := pretrained_folder.find_weights(folder / place):
-            files += formats.files(weights)
+    weights = (
+        pretrained_folder.find_weights(place) for place in (folder, *map(folder.joinpath, parts))
+    )
+    files = [file for found in weights if found for file in formats.files(found)]
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {', '.join(parts)}"
     with extra("sentence-transformers", f"{what},"):
         from sentence_transformers import SentenceTransformer

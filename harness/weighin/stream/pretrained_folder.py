@@ -161,16 +161,11 @@ def _explicit(path: Path) -> Path | None:
     )
 
 
-def listed_parts(folder: Path) -> list[Any]:
-    """Return the paths of the parts of a sentence-transformers folder, as its ``modules.json`` lists them."""
-    content = json_in(folder / "modules.json", MIB)
-    listed = content if isinstance(content, list) else []
-    return [part.get("path") if isinstance(part, dict) else None for part in listed]
-
-
 def parts_with_weights(folder: Path) -> list[str]:
     """Return the subfolders in which a sentence-transformers folder has one part with weights each."""
-    places = listed_parts(folder)
+    content = json_in(folder / "modules.json", MIB)
+    listed = content if isinstance(content, list) else []
+    places = [part.get("path") for part in listed if isinstance(part, dict)]
     inner = foreign.models_below(folder) if places else []
     return [place for place in places if place in inner]
 

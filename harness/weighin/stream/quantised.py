@@ -153,7 +153,7 @@ def of_folder(folder: Path, config: Mapping[str, Any], slices: Sequence[Slice]) 
         stored_bytes=sum(stored.values()),
         obstacle=obstacle,
         repair=repair,
-        dequantises=_is_dequantised(described) and not obstacle,
+        dequantises=[method, described.get("format")] in _DEQUANTISED and not obstacle,
     )
 
 
@@ -178,8 +178,8 @@ def refuse_codes(path: Path, slices: Sequence[Slice], names: Iterable[str]) -> N
 def dequantising(folder: Path) -> dict[str, Any]:
     """Return the ``quantization_config`` with which from_pretrained dequantises on every device, or {}."""
     described, place = _described(folder, object_in(folder / CONFIG))
-    is_read = place == _KEY and _is_dequantised(described)
-    return {**described, "dequantize": True} if is_read else {}
+    is_known = [_method(described), described.get("format")] in _DEQUANTISED
+    return {**described, "dequantize": True} if place == _KEY and is_known else {}
 
 
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -206,10 +206,6 @@ def _method(named: Mapping[str, Any]) -> str | None:
     if method == "bitsandbytes":
         return "bitsandbytes_8bit"
     return method if isinstance(method, str) else None
-
-
-def _is_dequantised(named: Mapping[str, Any]) -> bool:
-    return [_method(named), named.get("format")] in _DEQUANTISED
 
 
 def _shown(named: Mapping[str, Any]) -> str:
