@@ -291,10 +291,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def example_inputs(
-    architecture: str,
-    config: Mapping[str, Any],
-    code: Mapping[str, str] | None = None,
-    **_: object,
+    architecture: str, config: Mapping[str, Any], code: Mapping[str, str] | None = None, **_: object
 ) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None unless these are text, sound or images."""
     kind = pretrained_class(architecture, code, config)
