@@ -176,7 +176,9 @@ def test_the_published_run_under_8_gib_fails_by_its_killed_strategies_unless_the
     code, text = typed("check", run, *BUDGET)
     assert code == 1
     repair = "baseline=oom_killed,sequential=oom_killed,meta_copy=oom_killed"
-    assert text.splitlines()[-1] == f"note: if these outcomes are intended, add --expect {repair}"
+    assert text.splitlines()[-1] == (
+        "note: if these outcomes are intended: --expect STRATEGY=OUTCOME"
+    )
     code, text = typed("check", run, *BUDGET, "--expect", repair)
     assert (code, text.splitlines()[-1]) == (0, "gate passed: 3 expected, 3 within budget")
 
@@ -211,7 +213,7 @@ def test_an_expectation_may_name_a_limit_and_is_told_where_nothing_meets_it(tmp_
     run = run_of(tmp_path / "sound", ok())
     code, text = typed("check", run, *BUDGET, "--expect", "baselin=oom_killed")
     assert code == 0
-    assert "note: --expect baselin=oom_killed matches no measured series" in text
+    assert "note: the expected outcome baselin=oom_killed matches no measured series" in text
 
 
 def test_a_repeat_that_is_killed_is_not_ok_however_many_others_are(tmp_path: Path) -> None:
@@ -241,20 +243,20 @@ def test_a_wrong_load_under_a_limit_of_a_search_for_floors_passes_no_gate(tmp_pa
         (
             (ok(), killed(), WRONG, FAILED),
             1,
-            "cannot make a baseline of failed strategies: gpt2-xl lossy pt float32 cpu cold docker ram=8GiB:"
+            "cannot make a baseline: gpt2-xl lossy pt float32 cpu cold docker ram=8GiB:"
             " wrong_weights; gpt2-xl broken pt float32 cpu cold docker ram=8GiB: strategy_failed\n"
             "repair these strategies and measure again, or leave them out of --strategies",
         ),
         (
             (make_result(STREAMING, outcome=Outcome.MEASUREMENT_FAILED, message="no disk"),),
             2,
-            "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB could not be measured: no"
-            " disk\nmeasure the run again: a baseline without a figure would accept any value of it",
+            "cannot make a baseline: gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB:"
+            " measurement_failed\nmeasure the run again: a baseline without a figure accepts any value of it",
         ),
         (
             (ok(), make_result(make_cell("baseline"), environment={"kernel": "5.4"})),
             2,
-            "the cells of one baseline must be comparable, but these cells were measured under different settings (kernel: 5.4 | 6.18.0)\n"
+            "cannot make a baseline: kernel: 5.4 | 6.18.0\n"
             "measure all cells again on one machine, with the same packages and variables",
         ),
     ],

@@ -173,15 +173,6 @@ def test_the_band_of_the_baselines_repeats_is_no_regression() -> None:
     )
 
 
-@pytest.mark.parametrize(("above", "hides"), [(15, 0), (20, 0), (21, 1)])
-def test_a_band_hides_regressions_if_it_is_wider_than_twice_the_tolerance(
-    above: int, hides: int
-) -> None:
-    was = {"s": Series("ok", 3, figures={"peak_rss": Figure(1000, 1000, 1000 + above)})}
-    judgement = judge_series(was, one_series(peak_rss=1000), Tolerance(0.01, 1))
-    assert len(judgement.notes) == hides
-
-
 @given(
     was=st.integers(1, 10**13),
     step=st.integers(-(10**12), 10**12),
@@ -447,10 +438,10 @@ def test_an_outcome_that_is_new_or_expected_elsewhere() -> None:
     known = Baseline(expecting, {}, {"s": failed})
     ok = one_series(peak_rss=5)
     [better] = evaluate(known, expecting, {}, ok).lines
-    assert better.text == "timeout -> ok; remove 's=timeout' from --expect"
+    assert better.text == "timeout -> ok; 's=timeout' no longer needs to be expected"
     before = Baseline(expecting, {}, ok)
     [better] = evaluate(before, expecting, {}, ok).lines
-    assert better.text == "timeout expected -> ok; remove 's=timeout' from --expect"
+    assert better.text == "timeout expected -> ok; 's=timeout' no longer needs to be expected"
     nothing = Baseline(Rules({}), {}, one_series(peak_rss=5))
     [_, new] = evaluate(nothing, Rules({}), {}, ok | {"t": failed}).lines[::-1]
     assert (new.verdict, new.text) == (

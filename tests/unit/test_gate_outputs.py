@@ -105,14 +105,6 @@ def test_the_whole_text(name: str, write: Callable[[], str]) -> None:
     assert write() == path.read_text(encoding="utf-8")
 
 
-def test_words_that_all_lines_share_are_those_of_the_unchanged_ones_too() -> None:
-    warm = make_result(make_cell("mmap_assign", cache="warm"))
-    text = tables.write_markdown(judged([make_result(STREAMING), warm], [grown(), warm]))
-    assert "- all: gpt2-xl float32 cpu docker ram=8GiB" in text
-    assert "| ❌ regressed | streaming cold |" in text
-    assert "| ✅ same | mmap_assign warm |" in text
-
-
 def test_names_from_elsewhere_cannot_break_any_output() -> None:
     evil = "<script>|\x1b[31m\n::error::\udc80]]>&"
     script = grown(since=2)

@@ -132,8 +132,8 @@ def test_what_is_typed_comes_before_what_was_written() -> None:
 
 def test_what_expect_says() -> None:
     assert parse_expected("baseline=oom_killed, mmap_* ram=1GiB = timeout") == [
-        Expectation("baseline", Outcome.OOM_KILLED, "--expect"),
-        Expectation("mmap_* ram=1GiB", Outcome.TIMEOUT, "--expect"),
+        Expectation("baseline", Outcome.OOM_KILLED),
+        Expectation("mmap_* ram=1GiB", Outcome.TIMEOUT),
     ]
     spec = ModelSpec("build", "mynets:build", {"width": 64, "deep": [1, 2]})
     [one] = parse_expected("mynets:build(deep=[1,2],width=64)=skipped")
@@ -151,11 +151,11 @@ def test_what_expect_says() -> None:
         ("bad\nbaseline=timeout", "cannot read --expect 'bad\\nbaseline=timeout'"),
         (
             "lossy=wrong_weights",
-            "--expect lossy=wrong_weights: wrong_weights cannot be an expected outcome: a failed strategy always fails a check",
+            "lossy=wrong_weights: wrong_weights cannot be an expected outcome: a failed strategy always fails a check",
         ),
         (
             "x=measurement_failed",
-            "--expect x=measurement_failed: measurement_failed cannot be an expected outcome: this"
+            "x=measurement_failed: measurement_failed cannot be an expected outcome: this"
             " outcome says nothing about the strategy",
         ),
     ],

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -192,7 +191,7 @@ def _repairs(
     result: "GateResult", measured: "Group", baseline: Path | None, *, partial: bool
 ) -> list[str]:
     """Return a note on how to accept the failed comparisons, or that nothing accepts them."""
-    from weighin.gate.rules import suggest
+    from weighin.gate.rules import EXPECTABLE
     from weighin.result import BROKEN
 
     if measured.incomplete and not partial:
@@ -203,14 +202,15 @@ def _repairs(
         return ["no check accepts wrong weights or failed strategies: repair them first"]
     if baseline:
         return ["if the change is intended, accept it with --update, and commit the baseline file"]
-    words = ",".join(map(str, suggest(ended, measured.series)))
-    return [f"if these outcomes are intended, add --expect {quote(words)}"] if words else []
+    if any(measured.series[name].failures <= {*EXPECTABLE} for name in ended):
+        return ["if these outcomes are intended: --expect STRATEGY=OUTCOME"]
+    return []
 
 
 @verb(
     *parameters(
         {
-            "FOLDER": "The folder that contains the folders of runs, such as results. `weighin history` leaves out the runs in the subfolder FOLDER/published; to show the runs there, give FOLDER/published as FOLDER.",
+            "FOLDER": "The folder that contains the folders of runs, such as results.",
             "--metric NAME": "The metric to show: peak_rss, anon, peak_cgroup, ready, ...",
             "--series WORDS": "Show only those series that have all of these words in their name, such as 'gpt2-xl streaming'.",
         },

@@ -216,26 +216,22 @@ def update(
             " add --partial",
             exit_code=1,
         )
-    for name, series in measured.series.items():
-        if Outcome.MEASUREMENT_FAILED in series.outcome:
-            raise ConfigError(
-                f"{name} could not be measured: {series.message or series.outcome}",
-                "measure the run again: a baseline without a figure would accept any value of it",
-            )
-    broken = [f"{name}: {one.outcome}" for name, one in measured.series.items() if one.failures & {*BROKEN}]  # fmt: skip
-    if broken:
-        raise HarnessError(
-            f"cannot make a baseline of failed strategies: {'; '.join(broken)}",
-            "repair these strategies and measure again, or leave them out of --strategies",
-            exit_code=1,
-        )
+    ended = {f"{name}: {one.outcome}": one.failures for name, one in measured.series.items()}
+    unmeasured = [text for text, ends in ended.items() if Outcome.MEASUREMENT_FAILED in ends]
+    broken = [text for text, ends in ended.items() if ends & {*BROKEN}]
     mixed = [f"{name}: {one}" for name, one in measured.environment.items() if " | " in str(one)]
-    if mixed:
-        raise ConfigError(
-            "the cells of one baseline must be comparable, but these cells were measured under"
-            f" different settings ({'; '.join(mixed[:3])})",
-            "measure all cells again on one machine, with the same packages and variables",
-        )
+    for found, repair, code in (
+        (
+            unmeasured,
+            "measure the run again: a baseline without a figure accepts any value of it",
+            2,
+        ),
+        (broken, "repair these strategies and measure again, or leave them out of --strategies", 1),
+        (mixed, "measure all cells again on one machine, with the same packages and variables", 2),
+    ):
+        if found:
+            message = f"cannot make a baseline: {'; '.join(found)}"
+            raise HarnessError(message, repair, exit_code=code)
     return files.write(baseline_file, measured.environment, measured.series, **typed)
 
 
@@ -251,7 +247,7 @@ def evaluate(
     for rule in rules.expected:
         ends = [one.failures for name, one in series.items() if rule.covers(name)]
         if not ends:
-            notes.append(f"{rule.source} {rule} matches no measured series")
+            notes.append(f"the expected outcome {rule} matches no measured series")
         if not any(rule.outcome in failures for failures in ends):
             unmet.append(rule)
     for name in dict.fromkeys([*before, *series]):
@@ -296,7 +292,7 @@ def _outcome(
     expected = [each for each in rules.expected if each.covers(name)]
     if now.is_ok:
         lost = next((each for each in expected if each in unmet), None)
-        repair = f"; remove {str(lost)!r} from {lost.source}" if lost else ""
+        repair = f"; {str(lost)!r} no longer needs to be expected" if lost else ""
         if was and not was.is_ok:
             return Line(LineVerdict.IMPROVED, name, "outcome", f"{was.outcome} -> ok{repair}")
         if lost:
@@ -341,16 +337,8 @@ def _beside(
         why = "several cells ran at once (jobs)" if concurrent else why
         notes += [f"times are not judged: {why}"] if len(tolerances) < len(rules.tolerances) else []
     for name, was in baseline.series.items():
-        yield from _figures(name, was, series[name], tolerances) if name in series else ()
-        for metric_name, figure in was.figures.items():
-            # Without a tolerance, the metric may be one that only a later weighin knows.
-            tolerance = rules.tolerances.get(metric_name)
-            if tolerance and figure.high - figure.median > 2 * tolerance.allowance(figure.median):
-                metric = METRICS[metric_name]
-                notes.append(
-                    f"the baseline's repeats of {name} spread from {metric.text(figure.low)} to"
-                    f" {metric.text(figure.high)} in {metric.title}: smaller regressions are not detected"
-                )
+        if name in series:
+            yield from _figures(name, was, series[name], tolerances)
     if not baseline.series.keys() & series.keys():
         first, other = next(iter(baseline.series), "nothing"), next(iter(series), "nothing")
         notes.append(

@@ -6,12 +6,10 @@ changed if it differs by more than ``weighin check`` tolerates; nothing passes o
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from shlex import quote
 from string import ascii_uppercase
 from typing import Any, Final
 
@@ -28,7 +26,6 @@ from weighin.text import one_line
 
 _COMMIT_LENGTH: Final = 10
 _OUTCOME: Final = "outcome"
-_PUBLISHED: Final = "published"  # a folder of this name has the runs that a project publishes
 _OF_MACHINE: Final = (
     "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
     "gpu",
@@ -44,26 +41,16 @@ class Found:
 
 
 def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run") -> Found:
-    """Compare the first group of results with each later group.
+    """Compare the series of the first group with those of equal names in each later group.
 
-    Series with equal names are compared. Words that are the same in all names of one group, such as
-    the isolation, may differ between groups; the heading of each group then shows its words. ``by``
-    is what a group shares: "run" (the folder), "machine" (its kind), "commit", or a setting such as
-    "torch".
+    ``by`` is what a group shares: "run" (the folder), "machine" (its kind), "commit", or a setting.
     """
     runs = [read_runs([folder]) for folder in folders]
     groups = runs if by == "run" else _split(runs, by)
     if not 2 <= len(groups) <= len(ascii_uppercase):
         raise _incomparable(groups, by)
-    warnings = [
-        f"the figures of {run.name} are from {count} kinds of machine:"
-        f" weighin compare {quote(run.name)} --by machine compares these"
-        for run in runs
-        if by == "run" and (count := len({*map(fingerprint, run.environments)})) > 1
-    ]
-    warnings += [text for run in runs for text in run.warnings]
-
-    # The places in names at which each group has a single word, but the groups differ.
+    # The places in names at which each group has a single word, such as the isolation, but the groups
+    # differ: they count as equal, and the heading of each group shows its words.
     words = [
         [{*column} for column in zip(*(name.split(" ") for name in one.series), strict=False)]
         for one in groups
@@ -100,13 +87,23 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
         facts += [str(change) for change in changes if change.name != "torch"]
         about = ", ".join(facts) or "environment unknown"
         headings.append(one_line(f"{letter} = {group.name}: {about}"))
-    warnings = [*dict.fromkeys(warnings)]
+    verdicts = [one["verdict"] for row in rows for one in row["compared"] if one]
+    outcomes = [row["texts"] for row in rows if row["metric"] == _OUTCOME]
+    failed = sum(
+        was == "ok" and now not in (None, "ok") for was, *later in outcomes for now in later
+    )
+    summary = (
+        f"{len(verdicts)} figures compared with A: {verdicts.count(LineVerdict.REGRESSED)} larger and"
+        f" {verdicts.count(LineVerdict.IMPROVED)} smaller beyond noise"
+        + (f"; {failed} measurement{'s' * (failed > 1)} no longer ok" if failed else "")
+    )
+    warnings = [*dict.fromkeys(text for run in runs for text in run.warnings)]
     return Found(
         [
             Lines("", headings),
             _table(rows, len(groups)),
             Lines("", [f"all: {common}"] if common else [], "dim"),
-            Lines("", [_summary(rows)], "result"),
+            Lines("", [summary], "result"),
         ],
         {"runs": headings, "common": common, "rows": rows, "warnings": warnings},
     )
@@ -165,15 +162,10 @@ def _rows(
     name: str, series: Sequence[Series | None], metrics: Sequence[Metric]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for outcomes, unless all are ok, and for each metric, ``compared`` with the first."""
-
-    def row(
-        title: str, texts: Sequence[str | None], compared: Sequence[dict[str, Any] | None]
-    ) -> dict[str, Any]:
-        return {"series": name, "metric": title, "texts": texts, "compared": compared}
-
     outcomes = [each.outcome if each else None for each in series]
     if any(text != "ok" for text in outcomes):
-        yield row(_OUTCOME, outcomes, [None] * (len(series) - 1))
+        none = [None] * (len(series) - 1)
+        yield {"series": name, "metric": _OUTCOME, "texts": outcomes, "compared": none}
     for metric in metrics:
         first, *others = [each.figures.get(metric.name) if each else None for each in series]
         compared: list[dict[str, Any] | None] = []
@@ -183,13 +175,11 @@ def _rows(
                 continue
             line = judge_figure(name, metric, metric.tolerance, first, other)
             figures = {"unit": metric.unit, "before": line.was, "now": line.now}
-            is_noise = line.verdict is LineVerdict.SAME
-            compared.append(
-                figures | {"changed_beyond_noise": not is_noise, "verdict": line.verdict}
-            )
+            figures["changed_beyond_noise"] = line.verdict is not LineVerdict.SAME
+            compared.append(figures | {"verdict": line.verdict})
         texts = [metric.text(one.median) if one else None for one in (first, *others)]
         if any(texts):
-            yield row(metric.title, texts, compared)
+            yield {"series": name, "metric": metric.title, "texts": texts, "compared": compared}
 
 
 def _table(rows: Sequence[dict[str, Any]], groups: int) -> Table:
@@ -207,43 +197,22 @@ def _table(rows: Sequence[dict[str, Any]], groups: int) -> Table:
     return Table("", [*names, *map(Column, ascii_uppercase[:groups])], shown)
 
 
-def _summary(rows: Sequence[dict[str, Any]]) -> str:
-    verdicts = [one["verdict"] for row in rows for one in row["compared"] if one]
-    outcomes = [row["texts"] for row in rows if row["metric"] == _OUTCOME]
-    failed = sum(
-        was == "ok" and now not in (None, "ok") for was, *later in outcomes for now in later
-    )
-    return (
-        f"{len(verdicts)} figures compared with A: {verdicts.count(LineVerdict.REGRESSED)} larger and"
-        f" {verdicts.count(LineVerdict.IMPROVED)} smaller beyond noise"
-        + (f"; {failed} measurement{'s' * (failed > 1)} no longer ok" if failed else "")
-    )
-
-
 def history(folder: Path, metric: str, words: Sequence[str] = ()) -> Found:
-    """Return a metric over every run below ``folder``, but for "published", of series with ``words``."""
+    """Return a metric over every run below ``folder``, of the series with ``words`` in their names."""
     chosen, repair = named(metric), "name a folder that contains runs, such as results"
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", repair)
-    runs, warnings, left_out = list[Group](), list[str](), Counter[Path]()
-    for path in sorted(folder.rglob(run_folder.RECORDS)):
-        parts = path.relative_to(folder).parts
-        if _PUBLISHED in parts:
-            left_out[folder.joinpath(*parts[: parts.index(_PUBLISHED) + 1])] += 1
-            continue
+    runs, warnings = list[Group](), list[str]()
+    for path in sorted(file.parent for file in folder.rglob(run_folder.RECORDS)):
         try:
-            records = run_folder.read(path.parent, past_damage=True)
+            records = run_folder.read(path, past_damage=True)
         except RecordError as error:
             warnings.append(f"{error.message}: this run is left out")
             continue
         warnings += records.warnings
         if records.results:
-            name = str(path.parent.relative_to(folder)) if len(parts) > 1 else folder.name
+            name = folder.name if path == folder else str(path.relative_to(folder))
             runs.append(Group(name, [records]))
-    warnings += [
-        f"the {count} runs in {path} are left out; to see these runs: weighin history {quote(str(path))}"
-        for path, count in left_out.items()
-    ]
     if not runs:
         why = "; ".join([f"{folder} contains no run with a record", *warnings])
         raise ConfigError(why, f"{repair}, or the folder of one run")
@@ -259,16 +228,15 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> Found:
             "leave --series out to see the names of all series",
         )
     series.sort(key=lambda one: (-len(one["steps"] + one["outcome_changes"]), one["series"]))
-    about = []
-    for run in runs:
-        commit, torch = (str(run.environment.get(one) or "") for one in ("git_commit", "torch"))
-        is_dirty = bool(commit and run.environment.get("git_dirty"))
-        about.append({
+    about = [
+        {
             "run": run.name,
             "started_at": run.started_at,
-            "commit": commit[: _COMMIT_LENGTH - 1] + "+" * is_dirty,
-            "torch": torch,
-        })  # fmt: skip
+            "commit": str(run.environment.get("git_commit") or "")[: _COMMIT_LENGTH - 1],
+            "torch": str(run.environment.get("torch") or ""),
+        }
+        for run in runs
+    ]
     json = {
         "metric": chosen.name,
         "unit": chosen.unit,
@@ -277,7 +245,7 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> Found:
         "warnings": warnings,
         "files": [],  # of the pictures that earlier versions drew
     }
-    return Found(_changes_over_time(chosen, runs, about, series), json)
+    return Found(_changes_over_time(chosen, about, series), json)
 
 
 def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, Any]:
@@ -307,13 +275,10 @@ def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, An
 
 
 def _changes_over_time(
-    metric: Metric,
-    runs: Sequence[Group],
-    about: Sequence[dict[str, str]],
-    series: Sequence[dict[str, Any]],
+    metric: Metric, about: Sequence[dict[str, str]], series: Sequence[dict[str, Any]]
 ) -> Document:
     """Return a table of each series' first and last figure, and a line for each change."""
-    rows, changes, moved = list[list[str]](), list[str](), list[str]()
+    rows, changes = list[list[str]](), list[str]()
     commits = {run["run"]: run["commit"] for run in about}
     earlier = {after["run"]: before["commit"] for before, after in pairwise(about)}
     for one in series:
@@ -328,25 +293,8 @@ def _changes_over_time(
             changes.append(text)
         ended = (change.values() for change in one["outcome_changes"])
         changes += [f"{name}: {was} -> {now} since {run}" for run, was, now in ended]
-    for before, after in pairwise(runs):
-        found = differences(before.environment, after.environment, {})
-        if texts := [str(one) for one in found if one.was is not None and one.now is not None]:
-            moved.append(f"machine or software changed since {after.name}: {'; '.join(texts)}")
-    notes = [
-        f"{metric.name}: {'exact' if metric.exact else 'sampled'}; each figure is the median of a run's"
-        " ok repeats. A step is a lasting change beyond the tolerance of weighin check."
-    ]
-    if metric.unit == "ns":
-        notes.append(
-            "Times of different runs differ for many reasons, so a step of a time proves nothing alone."
-        )
-    heads, title = (
-        ("series", "runs", "first", "last", "change"),
-        f"{metric.title} over {len(runs)} runs",
-    )
+    heads = ("series", "runs", "first", "last", "change")
     return [
-        Table.of(heads, rows, title=title),
+        Table.of(heads, rows, title=f"{metric.title} over {len(about)} runs"),
         Lines("", changes or ["no step: no series changed its level"]),
-        Lines("", moved, "warning"),
-        Lines("", notes, "dim"),
     ]

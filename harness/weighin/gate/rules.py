@@ -21,7 +21,7 @@ from typing import Final, get_args
 from weighin.errors import ConfigError
 from weighin.records.machine import Policy
 from weighin.records.metrics import METRICS, Direction, Metric, Tolerance, named
-from weighin.records.series import STRATEGY, Series, selects
+from weighin.records.series import Series, selects
 from weighin.result import BROKEN, Outcome
 
 EXPECTABLE: Final = (
@@ -82,10 +82,9 @@ class Budget(_Selecting):
 
 @dataclass(frozen=True, slots=True)
 class Expectation(_Selecting):
-    """An outcome other than ok that passes; ``source`` is the option or file key that named it."""
+    """An outcome other than ok that passes."""
 
     outcome: Outcome
-    source: str = "expect"
 
     def __str__(self) -> str:
         return f"{self.selector}={self.outcome}"
@@ -112,7 +111,15 @@ class Rules:
         """Return these rules and those of the command line, which override."""
         merged = {**self.tolerances, **dict(map(parse_tolerance, tolerances))}
         # The first policy that matches counts: a new one comes first, and replaces one of the same name.
-        policies = dict(map(_parse_policy, settings))
+        policies = dict[str, Policy]()
+        for text in settings:
+            name, _, policy = text.rpartition("=")
+            if not name or policy not in get_args(Policy):
+                raise ConfigError(
+                    f"cannot read --setting {text!r}",
+                    "write what a setting that differs means: --setting kernel=ignore, =warn or =fail",
+                )
+            policies[name] = policy  # type: ignore[assignment]
         policies |= {name: one for name, one in self.policies.items() if name not in policies}
         return Rules(
             {name: one for name, one in merged.items() if one},
@@ -198,16 +205,6 @@ def changed(
     return replace(result, direction=direction) if direction else result
 
 
-def _parse_policy(text: str) -> tuple[str, Policy]:
-    name, _, policy = text.rpartition("=")
-    if not name or policy not in get_args(Policy):
-        raise ConfigError(
-            f"cannot read --setting {text!r}",
-            "write what a setting that differs means: --setting kernel=ignore, =warn or =fail",
-        )
-    return name, policy  # type: ignore[return-value]
-
-
 def parse_expected(text: str) -> list[Expectation]:
     """Parse the value of ``--expect``, such as ``streaming=oom_killed,sequential=timeout``."""
     items, place = list[re.Match[str]](), 0
@@ -216,29 +213,16 @@ def parse_expected(text: str) -> list[Expectation]:
             raise ConfigError(f"cannot read --expect {text[place:]!r}", _OUTCOMES)
         items.append(item)
         place = item.end()
-    return [expectation(item["selector"], item["outcome"], "--expect") for item in items]
+    return [expectation(item["selector"], item["outcome"]) for item in items]
 
 
-def expectation(selector: str, outcome: str, source: str = "expect") -> Expectation:
+def expectation(selector: str, outcome: str) -> Expectation:
     """Return an expected outcome; raise ConfigError if the outcome cannot be expected."""
     if outcome not in {*Outcome}:
-        raise ConfigError(f"{source}: {outcome!r} is not one of the outcomes", _OUTCOMES)
+        raise ConfigError(f"expect: {outcome!r} is not one of the outcomes", _OUTCOMES)
     if outcome not in EXPECTABLE:
         why = "this outcome says nothing about the strategy"
         why = "a failed strategy always fails a check" if outcome in BROKEN else why
-        shown = f"{source} {selector}={outcome}" if source == "--expect" else f"{source}: {selector}: {outcome}"  # fmt: skip
-        raise ConfigError(f"{shown}: {outcome} cannot be an expected outcome: {why}", _OUTCOMES)
-    return Expectation(selector, Outcome(outcome), source)
-
-
-def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
-    """Return the expected outcomes that would let the failed series ``names`` pass."""
-    suggested: dict[str, Expectation] = {}
-    for name in names:
-        ends = series[name].failures
-        if len(ends) == 1 and ends <= {*EXPECTABLE}:
-            strategy = name.split(" ")[STRATEGY] if " " in name else name
-            same = [one.failures for other, one in series.items() if selects(strategy, other)]
-            selector = strategy if all(one == ends for one in same) else name
-            suggested.setdefault(selector, Expectation(selector, Outcome(*ends)))
-    return list(suggested.values())
+        refused = f"{selector}={outcome}: {outcome} cannot be an expected outcome: {why}"
+        raise ConfigError(refused, _OUTCOMES)
+    return Expectation(selector, Outcome(outcome))

@@ -36,28 +36,7 @@ def terminal(result: GateResult, *, whole: bool = False) -> Document:
     """Return the result without unchanged figures, unless ``whole``; if all are, the nearest to its bound."""
     notable = [line for line in result.lines if line.verdict is not LineVerdict.SAME]
     shown = result.lines if whole else notable or result.lines[:1]
-    last = Lines("", [summary(result)], "failed" if result.failed else "passed")
-    return [*_document(result, shown, *short_names(line.series for line in shown)), last]
-
-
-def write_markdown(result: GateResult) -> str:
-    """Return the result as Markdown, with the unchanged figures in a collapsed section."""
-    notable = [line for line in result.lines if line.verdict is not LineVerdict.SAME]
-    head = f"## {'❌' if result.failed else '✅'} weighin check\n\n{escaped(summary(result))}"
-    names, common = short_names(line.series for line in result.lines)
-    parts = [head, markdown(_document(result, notable, names, common), 3)]
-    if same := [line for line in result.lines if line.verdict is LineVerdict.SAME]:
-        counts = Counter("within budget" if line.is_budget else "unchanged" for line in same)
-        words = ", ".join(f"{counts[title]} {title}" for title in sorted(counts, reverse=True))
-        table = _table(same, names).markdown()
-        parts.append(f"<details><summary>{words}</summary>\n\n{table}\n\n</details>")
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _document(
-    result: GateResult, shown: Sequence[Line], names: Mapping[str, str], common: str
-) -> list[Table | Lines]:
-    """Return the lines ``shown``, the phases of each series' worst failure, and the notes."""
+    names, common = short_names(line.series for line in shown)
     figures = [line for line in shown if line.metric]
     failing, others = (
         [
@@ -75,7 +54,15 @@ def _document(
         *(_phases(worst[name], names[name]) for name in names if name in worst),
         Lines("", [f"all: {common}"] if common else [], "dim"),
         Lines("", [f"note: {note}" for note in result.notes]),
+        Lines("", [summary(result)], "failed" if result.failed else "passed"),
     ]
+
+
+def write_markdown(result: GateResult) -> str:
+    """Return the terminal's text as Markdown, with the summary first."""
+    head = f"## {'❌' if result.failed else '✅'} weighin check\n\n{escaped(summary(result))}"
+    parts = [head, markdown(terminal(result)[:-1], 3)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def annotations(result: GateResult, file: str | None = None) -> Iterator[str]:
@@ -214,21 +201,18 @@ def _aligned(phases: Table) -> Iterator[str]:
 
 
 def _table(lines: Sequence[Line], names: Mapping[str, str]) -> Table:
-    """Return a table of lines; "before" is left out for budgets alone, which lack it."""
-    only_budgets = all(line.is_budget for line in lines)
+    """Return a table of lines that have figures; the bound of a budget is in the column "limit"."""
     rows: list[list[Entry | str]] = []
     for line in lines:
-        metric, verdict = line.metric, Entry(line.title, kind=KINDS[line.verdict])
-        head: list[Entry | str] = [verdict, names[line.series]]
-        if metric is None:
-            rows.append([*head, one_line(line.text), *[""] * 5])
-            continue
+        metric = line.metric
+        assert metric is not None
         change, _, share = metric.change(line.was, line.now).partition(" (")
         grown = line.grown if line.fails else None
         rows.append([
-            *head,
+            Entry(line.title, kind=KINDS[line.verdict]),
+            names[line.series],
             line.what,
-            "" if line.is_budget else metric.text(line.was),  # a bound is in the column "limit"
+            "" if line.is_budget else metric.text(line.was),
             metric.text(line.now),
             Entry(change, share.rstrip(")")),
             metric.text(line.allowed),
@@ -237,10 +221,7 @@ def _table(lines: Sequence[Line], names: Mapping[str, str]) -> Table:
     columns = [
         *(Column(one, is_name=True) for one in ("verdict", "series", "what")),
         Column("before", rank=1),
-        *(Column(one) for one in ("now", "from limit" if only_budgets else "change", "limit")),
+        *(Column(one) for one in ("now", "change", "limit")),
         Column("grew in", is_name=True, rank=2),
     ]
-    if only_budgets:
-        del columns[3]
-        rows = [[*row[:3], *row[4:]] for row in rows]
     return Table("", columns, rows)

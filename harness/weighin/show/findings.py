@@ -3,7 +3,7 @@ their processes, and which ones were killed.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from operator import itemgetter
@@ -25,12 +25,12 @@ from weighin.records.metrics import (
 )
 from weighin.records.series import IN_LABELS, Matrix, Measured, Row, cells_of, labels_among, varying
 from weighin.records.verdict import Typical, Verdict
-from weighin.result import Kill, OpenFile, Outcome, Process, Ran, Result, Sample, Stack
+from weighin.result import Kill, OpenFile, Outcome, Process, Ran, Result, Sample
 from weighin.show import words
 from weighin.show.table import Column, Entry, Lines, Table, pivot
 from weighin.show.words import KINDS, plain, scaled
 from weighin.text import few
-from weighin.units import GIB, MIB, format_bytes, format_latency, format_rate, format_seconds
+from weighin.units import GIB, MIB, format_bytes, format_seconds
 
 NOTE_RANKS: Final = (
     "The cgroup's peak counts each page once, with the page cache of the checkpoint; above the"
@@ -87,12 +87,14 @@ def findings(run: Measured) -> Iterator[Table]:
     yield from floors(run) if run.has_floors else survival(run)
 
 
-def names(rows: Sequence[Row], without: Sequence[str] = ()) -> Mapping[str, str]:
-    """Return a name for each series: its label, and the settings in which the rows differ."""
+def names(
+    rows: Sequence[Row], without: Sequence[str], series: Callable[[Cell], str]
+) -> Mapping[str, str]:
+    """Return a name for each ``series``: its label, and the settings in which the rows differ, but ``without``."""
     label = labels_among(cells_of(rows))
     changing = [name for name in varying(rows) if name not in (*IN_LABELS, *without)]
     return {
-        row["group"]: " · ".join(
+        series(row["cell"]): " · ".join(
             [label(row["cell"]), *(words.dimension(name, row[name]) for name in changing)]
         )
         for row in rows
@@ -102,21 +104,20 @@ def names(rows: Sequence[Row], without: Sequence[str] = ()) -> Mapping[str, str]
 def ranks(run: Measured) -> Iterator[Table]:
     """Yield a table of the memory of all ranks, unless no load by several ranks ended ok."""
     label = labels_among([each.cell for each in run.ranks])
-    rows = []
-    for each in run.ranks:
-        rows += [
-            [
-                label(each.cell),
-                str(number),
-                scaled(middle(one.peaks.cgroup_bytes for one in repeats), GIB, 3),
-                scaled(each.charges.get(number), each.model_bytes, 2),
-                scaled(middle(map(unreclaimable, repeats)), each.model_bytes, 2),
-                scaled(middle(one.peaks.pss_bytes for one in repeats), GIB, 3),
-                scaled(middle(sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats), GIB, 3),
-                each.growth if number == max(each.by_ranks) else "",
-            ]
-            for number, repeats in each.by_ranks.items()
+    rows = [
+        [
+            label(each.cell),
+            str(number),
+            scaled(middle(one.peaks.cgroup_bytes for one in repeats), GIB, 3),
+            scaled(each.charges.get(number), each.model_bytes, 2),
+            scaled(middle(map(unreclaimable, repeats)), each.model_bytes, 2),
+            scaled(middle(one.peaks.pss_bytes for one in repeats), GIB, 3),
+            scaled(middle(sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats), GIB, 3),
+            each.growth if number == max(each.by_ranks) else "",
         ]
+        for each in run.ranks
+        for number, repeats in each.by_ranks.items()
+    ]
     columns = [
         Column("strategy", is_name=True),
         Column("ranks", is_name=True),
@@ -143,7 +144,11 @@ def uses(run: Measured) -> Iterator[Table]:
     loads = [one for one in run.results if one.cell.operation == "load"]
     if not any(one.cell.use for one in loads):
         return
-    name = names(run.rows_of(loads), without=("use",))
+
+    def without_use(cell: Cell) -> str:
+        return replace(cell, use="", passes=0).series
+
+    titles = names(run.rows_of(loads), ("use",), without_use)
     notes = [_NOTE_USES, words.shared(run, without=("use",))]
     if any(one.cell.use == FORK for one in loads):
         notes.insert(1, "fork: the private memory that each of two forked processes adds (exact).")
@@ -164,11 +169,6 @@ def uses(run: Measured) -> Iterator[Table]:
         return " ".join(multiple(good, figure) for figure in both)
 
     used = [(one.cell.after_load, one) for one in loads if one.cell.after_load != NONE]
-
-    def without_use(cell: Cell) -> str:
-        return replace(cell, use="", passes=0).series
-
-    titles = {without_use(one.cell): name[one.cell.series] for one in loads}
     yield pivot(
         "After the load",
         [("loaded", one) for one in loads] + used,
@@ -188,58 +188,42 @@ def multiple(results: Sequence[Result], figure: Metric) -> str:
 
 def slow_disks(run: Measured) -> Iterator[Table]:
     """Yield a table of the time of each strategy on each disk, unless no disk was slowed."""
-    if not any(any(disk_of(row)) for row in run.rows):
+    if not any(row["disk"] or row["disk_latency"] for row in run.rows):
         return
-    name = names(run.rows, without=("disk", "disk_latency"))
 
-    def without_disk(row: Row) -> str:
-        cell: Cell = replace(row["cell"], disk_bytes_per_s=None, disk_latency_ns=None)
-        return cell.series
+    def without_disk(cell: Cell) -> str:
+        return replace(cell, disk_bytes_per_s=None, disk_latency_ns=None).series
+
+    def disk(row: Row) -> str:
+        return ", ".join(filter(None, (row["disk"], row["disk_latency"]))) or "as fast as it is"
 
     def time(rows: Sequence[Row]) -> str:
         repeats = run.by_series[rows[0]["group"]]
-        time_ns = first_pass_ns(repeats)
+        good = [one for one in repeats if one.outcome is Outcome.OK]
+        time_ns = middle(map(through_first_pass_ns, good))
         if time_ns is None:
             return outcome_of(each.outcome for each in repeats)
         return format_seconds(time_ns)
 
-    titles = {without_disk(row): name[row["group"]] for row in run.rows}
+    titles = names(run.rows, ("disk", "disk_latency"), without_disk)
     yield pivot(
         "Slow disks",
         run.rows,
-        without_disk,
-        disk_of,
+        lambda row: without_disk(row["cell"]),
+        disk,
         time,
         row_title=titles.__getitem__,
-        column_title=disk_words,
         notes=[NOTE_DISKS, words.shared(run)],
     )
-
-
-def disk_words(disk: tuple[int | None, int | None]) -> str:
-    rate, latency_ns = disk
-    texts = (format_rate(rate) if rate else "", format_latency(latency_ns) if latency_ns else "")
-    return ", ".join(filter(None, texts)) or "as fast as it is"
-
-
-def disk_of(row: Row) -> tuple[int | None, int | None]:
-    """Return the rate in bytes/s and the latency in ns of a slowed disk; None if it was not slowed."""
-    return row["cell"].disk_bytes_per_s, row["cell"].disk_latency_ns
-
-
-def first_pass_ns(repeats: Iterable[Result]) -> int | None:
-    """Return the median time until the first forward pass ended; None if no ok repeat ran a pass."""
-    return middle(through_first_pass_ns(one) for one in repeats if one.outcome is Outcome.OK)
 
 
 def survival(run: Measured) -> Iterator[Table]:
     """Yield a table of strategies by RAM limits for each model measured under two or more limits."""
     for matrix in run.matrices:
-        many = len(matrix.limits) > max(_MOST_LIMITS, len(matrix.labels))
-        yield survival_of(run, matrix, limits_are_columns=not many)
+        yield _survival(run, matrix)
 
 
-def survival_of(run: Measured, matrix: Matrix, *, limits_are_columns: bool = True) -> Table:
+def _survival(run: Measured, matrix: Matrix) -> Table:
     labels, limits = matrix.labels, list(map(words.limit, matrix.limits))
     fields = sorted(matrix.fields.items(), key=itemgetter(0))
     thrashing = [
@@ -262,7 +246,7 @@ def survival_of(run: Measured, matrix: Matrix, *, limits_are_columns: bool = Tru
     kind = KINDS[matrix.scene.operation]
     # Of the rows and of the columns: the place in a field's key, the titles, and what they are.
     axes = [(0, labels, kind.words["what"]), (1, limits, "RAM limit")]
-    if not limits_are_columns:
+    if len(limits) > max(_MOST_LIMITS, len(labels)):
         axes.reverse()
     (down, row_titles, name), (across, column_titles, _) = axes
     cells = [one.cell for one in run.results]
@@ -399,7 +383,7 @@ def floor_as_dict(floor: Floor) -> dict[str, Any]:
 
 
 def about_commands(run: Measured) -> Iterator[Table | Lines]:
-    """Yield the tables of kills, kinds of memory, processes and marked lines, and the stacks."""
+    """Yield the tables of kills, kinds of memory, processes and marked lines, and the stacks at the peak."""
     first: dict[str, tuple[str, Result, Ran]] = {}
     for one in run.results:
         if one.ran:
@@ -413,7 +397,18 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
     largest = [max(same, key=lambda one: one[2].needed_bytes or 0) for same in by_command]
 
     kinds, processes, marked, notes = [], [], [], [_NOTE_PROCESSES]
-    kills = [[title, *_killed(kill)] for title, _, ran in first.values() for kill in ran.kills]
+    kills = [
+        [
+            title,
+            _short(kill.command),
+            "the first process" if kill.is_main else "another process",
+            plain(_LIMITS.get(kill.limit_of, kill.limit_of)),
+            str(kill.pid),
+            *_sizes(kill),
+        ]
+        for title, _, ran in first.values()
+        for kill in ran.kills
+    ]
     for title, _, ran in largest:
         seen = [each for each in ran.processes if each.anon_bytes is not None]
         ordered = sorted(seen, key=_held, reverse=True)
@@ -432,7 +427,11 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
             notes.append(f"{title} left these running, which weighin ended: {left_running}.")
         if ran.at_peak and ran.at_peak.kernel_bytes is not None:  # a cgroup's
             kinds.append([title, *_kinds(ran.at_peak)])
-        marked += [[title, *line] for line in _marked(ran)]
+        starts = [each.start_ns for each in ran.processes] or [mark.t_ns for mark in ran.marks[:1]]
+        marked += [
+            [title, plain(mark.text), format_seconds(max(mark.t_ns - min(starts), 0))]
+            for mark in ran.marks
+        ]
 
     of_process = ("anonymous", "file", "shared")
     for title, heads, name_columns, sizes, rows, about, commands in (
@@ -447,37 +446,19 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
         if rows:
             yield Table(title, columns[start:], [row[start:] for row in rows], about)
 
-    stacks = [
-        "\n".join([
-            f"{title}, process {stack.pid}, thread {plain(stack.thread)}, at {format_bytes(stack.usage_bytes, digits=1)}:",
-            *(f"  {plain(frame)}" for frame in stack.frames),
-            *([f"  > {plain(stack.code)}"] if stack.code else []),
-        ])
-        for title, result, _ in first.values()
-        for stack in stacks_at_peak(result)
-    ]  # fmt: skip
-    if stacks:
+    if stacks := [text for title, _, ran in first.values() for text in _stacks(title, ran)]:
         yield Lines("Stacks at the peak", ["\n\n".join(stacks)], "verbatim")
 
 
-def stacks_at_peak(result: Result) -> list[Stack]:
-    """Return, of the Python stacks that were read, those at the highest memory of the command."""
-    found = [stack for stack in (result.ran.stacks if result.ran else ()) if stack.frames]
+def _stacks(title: str, ran: Ran) -> Iterator[str]:
+    """Yield, of the Python stacks that were read, those at the highest memory of the command."""
+    found = [stack for stack in ran.stacks if stack.frames]
     most = max((stack.usage_bytes for stack in found), default=0)
-    return [stack for stack in found if stack.usage_bytes == most]
-
-
-def _killed(kill: Kill) -> list[str]:
-    which = "the first process" if kill.is_main else "another process"
-    limit_of = plain(_LIMITS.get(kill.limit_of, kill.limit_of))
-    return [_short(kill.command), which, limit_of, str(kill.pid), *_sizes(kill)]
-
-
-def _marked(ran: Ran) -> Iterator[tuple[str, str]]:
-    """Yield each marked line of output, with the time since the first process began."""
-    starts = [each.start_ns for each in ran.processes] or [mark.t_ns for mark in ran.marks[:1]]
-    for mark in ran.marks:
-        yield plain(mark.text), format_seconds(max(mark.t_ns - min(starts), 0))
+    for stack in (one for one in found if one.usage_bytes == most):
+        where = f"{title}, process {stack.pid}, thread {plain(stack.thread)}"
+        code = [f"  > {plain(stack.code)}"] if stack.code else []
+        frames = (f"  {plain(frame)}" for frame in stack.frames)
+        yield "\n".join([f"{where}, at {format_bytes(most, digits=1)}:", *frames, *code])
 
 
 def _kinds(at: Sample) -> list[str]:

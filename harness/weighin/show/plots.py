@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # the import of matplotlib takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_ROW_IN: Final = 0.42
 _MOST_ROWS: Final = 60  # of a panel
 _MARGIN: Final = 1.3  # width of the axis / longest bar, so that the outcomes fit right of the bars
 _APART: Final = 0.12  # the least distance of two labels above a panel, as a share of its width
@@ -56,7 +55,7 @@ def draw_peaks(run: Measured) -> "Figure":
     scenes = [*words.apart(rows, [name for name in SCENE if name in varying(rows)])]
     lines += _left_out(len(scenes))
     scenes = [(title, group[:_MOST_ROWS]) for title, group in scenes[: look.MAX_PANELS]]
-    figure, grid = look.new_figure([(len(group) + 1.6) * _ROW_IN for _, group in scenes], sharex=True)  # fmt: skip
+    figure, grid = look.new_figure([(len(group) + 1.6) * 0.42 for _, group in scenes], sharex=True)
 
     marks = (f"{key}_max", "peak_cuda_allocated_bytes", "model_bytes")
     drawn = [row for _, group in scenes for row in group]
@@ -160,12 +159,8 @@ def _references(axes: "Axes", group: Sequence[Row], edge: float) -> None:
             continue
         at = min(size / GIB, edge)
         if not is_far:
-            shape: dict[str, Any] = (
-                {"linestyle": "--", "linewidth": 1.4}
-                if is_limit
-                else {"linestyle": ":", "linewidth": 1}
-            )
-            axes.axvline(at, color=look.INK, zorder=2.5, **shape)
+            style, width = ("--", 1.4) if is_limit else (":", 1)
+            axes.axvline(at, color=look.INK, zorder=2.5, linestyle=style, linewidth=width)
         if all(abs(at - other) > _APART * edge for other in taken):
             side = "right" if at > edge * 0.8 else "left"
             text = f"{name} →" if is_far else name
@@ -193,18 +188,10 @@ def draw_front(run: Measured) -> "Figure":
     figure, grid = look.new_figure([max(2.8, 0.2 * len(group) + 0.8) for _, group in drawn])
     for axes, (title, group) in zip(grid, drawn, strict=True):
         label = labels_among(cells_of(group))
-        points = sorted(
-            (
-                (
-                    row[key] / GIB,
-                    row["ready_s"],
-                    one_line(label(row["cell"]), look.LABEL_LENGTH),
-                    row,
-                )
-                for row in group
-            ),
-            key=itemgetter(0, 1),
-        )
+        points = []
+        for row in sorted(group, key=itemgetter(key, "ready_s")):
+            text = one_line(label(row["cell"]), look.LABEL_LENGTH)
+            points.append((row[key] / GIB, row["ready_s"], text, row))
         front: list[tuple[float, float]] = []
         for x, y, _, _ in points:
             if not front or y < front[-1][1]:
@@ -228,7 +215,11 @@ def draw_front(run: Measured) -> "Figure":
                 fontsize=8, va="center", color=look.INK, annotation_clip=False,
                 arrowprops={"arrowstyle": "-", "color": "#BBBBBB", "lw": 0.6, "relpos": (0, 0.5)},
             )  # fmt: skip
-        look.frame(axes, title, f"{name}, GiB", f"{ready}, s")
+        axes.set_xlabel(f"{name}, GiB", fontsize=9)
+        axes.set_ylabel(f"{ready}, s", fontsize=9)
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        axes.set_title(look.verbatim(title), fontsize=9, loc="left")
+        look.tidy(axes)
     lines = [
         "Lower left is better. Dashed: the Pareto front. Only strategies that were ok in all repeats.",
         words.shared(run, without=("model", "ram_limit_bytes")),

@@ -34,7 +34,6 @@ from weighin.text import one_line, printable
 from weighin.units import GIB
 
 FIGURES: Final = "How to read the figures"
-_EXPLAINED: Final = ("figure", "unit", "meaning", "accuracy")
 _HELP: Final = "What the figures mean, and which are exact: weighin help figures"
 # Each combination of these properties has a table of its own, because its figures are not comparable.
 _APART: Final = ("operation", "model", "device")
@@ -53,7 +52,8 @@ def document(run: Measured) -> list[Table | Lines]:
     """Return the report of a run: the answer first, then what was found, then every figure."""
     found, others = _parts(run)
     head = Lines("Answer", answer(run), "answer")
-    figures = Table.of(_EXPLAINED, explained_figures(run.rows), names=4, title=FIGURES)
+    heads = ("figure", "unit", "meaning", "accuracy")
+    figures = Table.of(heads, explained_figures(run.rows), names=4, title=FIGURES)
     return [head, *found, *others, *([figures] if run.rows else [])]
 
 
@@ -158,9 +158,7 @@ def has(rows: Iterable[Row], name: str) -> bool:
 
 
 def is_below_import(rows: Iterable[Row]) -> bool:
-    """Return whether every loaded model is smaller than the memory of ``import torch``, so that the memory
-    above the import does not show how many copies a load made.
-    """
+    """Return whether every model is smaller than ``import torch``, so that copies cannot be counted."""
     loads = [row for row in rows if row["operation"] == "load"]
     sizes = [(row["model_bytes"] or 0, row["baseline_rss_bytes"]) for row in loads]
     below = [size < before for size, before in sizes if before is not None]
@@ -175,9 +173,8 @@ def explained_figures(rows: Sequence[Row] = ()) -> list[tuple[str, str, str, str
             if figure.key in kind.figures and figure.heading:
                 heading = kind.headings.get(figure.key, figure.heading)
                 meaning = kind.meanings.get(figure.key, figure.meaning)
-                explained[
-                    heading, _UNITS.get(figure.unit, figure.unit), meaning, figure.accuracy
-                ] = None
+                unit = _UNITS.get(figure.unit, figure.unit)
+                explained[heading, unit, meaning, figure.accuracy] = None
         explained["outcome", "", kind.outcome, "exact"] = None
     return [*explained]
 

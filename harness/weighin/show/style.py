@@ -112,14 +112,6 @@ def tidy(axes: "Axes") -> None:
     axes.tick_params(labelsize=8, colors=INK)
 
 
-def frame(axes: "Axes", title: str, across: str, up: str) -> None:
-    axes.set_xlabel(across, fontsize=9)
-    axes.set_ylabel(up, fontsize=9)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    axes.set_title(verbatim(title), fontsize=9, loc="left")
-    tidy(axes)
-
-
 def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:
     """Write the title and the legend above the panels, and the caption below the panels."""
     wrapped = [part for line in lines for part in textwrap.wrap(verbatim(line), 145)]

@@ -107,7 +107,11 @@ class Table:
                 break
             left_out.append(" ".join(self.columns[place := able.pop()].title.split()))
             del least[place]
-        widths = _widened([*least.values()], [most[at] for at in least], options.max_width - around)
+        # The room that is left goes, space by space, to the narrowest column that can use it.
+        widths, wanted = [*least.values()], [most[at] for at in least]
+        for _ in range(min(options.max_width - around, sum(wanted)) - sum(widths)):
+            able = [at for at, width in enumerate(widths) if width < wanted[at]]
+            widths[min(able, key=widths.__getitem__)] += 1
         drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding), collapse_padding=True)  # fmt: skip
         for at, width in zip(least, widths, strict=True):
             side: Literal["left", "right"] = "left" if self.columns[at].is_name else "right"
@@ -269,15 +273,6 @@ def _head(column: Column) -> str:
 
 def _text(text: str, style: str = "") -> Text:
     return Text(printable(text, "\n"), style)
-
-
-def _widened(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """Return the widths after the room has been given, space by space, to the narrowest column."""
-    widths = list(least)
-    for _ in range(max(0, min(room, sum(most)) - sum(least))):
-        able = [at for at, width in enumerate(widths) if width < most[at]]
-        widths[min(able, key=lambda at: widths[at])] += 1
-    return widths
 
 
 def _joined(*parts: str) -> str:

@@ -104,7 +104,11 @@ def draw_timelines(run: Measured, most: int = 1) -> "Iterator[Figure]":
         columns = min(2, len(tracks))
         lines = -(-len(tracks) // columns)
         figure, panels = look.new_figure([2.2] * lines, columns, sharex=True, sharey=True)
-        span, top = _longest(tracks), _highest(tracks) * _HEADROOM
+        # What weighin stopped at most doubles the time axis.
+        longest = max(track.end_s for track in tracks)
+        ended = [t.end_s for t in tracks if t.result.outcome not in _STOPPED and t.end_s > 0]
+        span = min(longest, 2 * max(ended)) * 1.02 if ended else longest or 1.0
+        top = _highest(tracks) * _HEADROOM
         kind, drawn = words.kind_of(rows), {"anonymous", "file", "exact peak of a phase"}
         for at, (axes, track) in enumerate(zip(panels, tracks, strict=False)):
             axes.set_xlim(0 if track.result.ran else -_BEFORE * span, span)
@@ -136,13 +140,6 @@ def _of_group(sample: Sample) -> Sample:
     kernel = (sample.kernel_bytes or 0) + (sample.socket_bytes or 0)
     total = sample.anon_bytes + sample.shmem_bytes + file + kernel
     return replace(sample, file_bytes=file, rss_bytes=total, kernel_bytes=kernel)
-
-
-def _longest(tracks: Sequence[Track]) -> float:
-    """Return the length of the time axis in seconds: what weighin stopped at most doubles it."""
-    ended = [t.end_s for t in tracks if t.result.outcome not in _STOPPED and t.end_s > 0]
-    most = max(track.end_s for track in tracks)
-    return min(most, 2 * max(ended)) * 1.02 if ended else most or 1.0
 
 
 def _highest(tracks: Sequence[Track]) -> float:
@@ -183,10 +180,8 @@ def _panel(axes: "Axes", track: Track, span: float) -> set[str]:
         if track.end_s <= 0:
             return drawn
     if points := _thin(track.gpu, itemgetter(1)):
-        times, sizes = (
-            [track.seconds(t_ns) for t_ns, _ in points],
-            [used / GIB for _, used in points],
-        )
+        times = [track.seconds(t_ns) for t_ns, _ in points]
+        sizes = [used / GIB for _, used in points]
         axes.step(times, sizes, where="post", color="black", linewidth=1, zorder=3)
         drawn.add("on the GPU")
     _phases(axes, track, span)
@@ -259,17 +254,10 @@ def _phases(axes: "Axes", track: Track, span: float) -> None:
         left, right = max(start, axes.get_xlim()[0]), min(end, span)
         width = (right - left) / span
         if width >= _LEAST_NAMED:
-            axes.text(
-                (left + right) / 2,
-                0.97,
-                look.verbatim(name),
-                ha="center",
-                va="top",
-                fontsize=7,
-                color=look.INK,
-                rotation=0 if width >= _CHARACTER * (len(name) + 1) else 90,
-                transform=axes.get_xaxis_transform(),
-            )
+            style: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 7, "color": look.INK}
+            style["rotation"] = 0 if width >= _CHARACTER * (len(name) + 1) else 90
+            style["transform"] = axes.get_xaxis_transform()
+            axes.text((left + right) / 2, 0.97, look.verbatim(name), **style)
 
 
 def _cut(axes: "Axes", track: Track, span: float) -> None:
