@@ -40,14 +40,19 @@ class _Tolerance(Strict):
     direction: Direction | None = None
 
 
-_Range = Annotated[list[StrictInt], Field(min_length=3, max_length=3)]
+# A single number is the range of equal repeats.
+_Range = Annotated[
+    list[StrictInt],
+    Field(min_length=3, max_length=3),
+    BeforeValidator(lambda value: value if isinstance(value, list) else [value] * 3),
+]
 
 
 class _Series(Strict):
     outcome: str
     repeats: Annotated[int, Field(ge=1)]
     model_bytes: StrictInt | None = None
-    figures: Annotated[dict[str, StrictInt | _Range], _Map] = Field(default_factory=dict)
+    figures: Annotated[dict[str, _Range], _Map] = Field(default_factory=dict)
     phases: Annotated[dict[str, dict[str, StrictInt]], _Map] = Field(default_factory=dict)
 
 
@@ -118,11 +123,8 @@ def _parsed(path: Path, content: Mapping[str, Any]) -> Baseline:
             one.outcome,
             one.repeats,
             one.model_bytes,
-            figures={
-                key: Figure(*value) if isinstance(value, list) else Figure(value, value, value)
-                for key, value in one.figures.items()
-            },
-            phases=dict(one.phases),
+            figures={key: Figure(*value) for key, value in one.figures.items()},
+            phases=one.phases,
         )
         for name, one in file.measured.series.items()
     }

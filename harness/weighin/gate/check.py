@@ -24,7 +24,7 @@ from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT, Setting, differences, settings_of
 from weighin.records.metrics import METRICS, Metric, Tolerance
 from weighin.records.run_folder import Coverage, Records
-from weighin.records.series import STRATEGY, Figure, Series, name_of, summarise
+from weighin.records.series import STRATEGY, Figure, Series, name_of, selects, summarise
 from weighin.result import BROKEN, Outcome
 
 
@@ -185,11 +185,16 @@ def check(
     if partial:  # what concerns only planned cells that have no record is left out
         planned = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
         left = planned - measured.series.keys()
-        rules = replace(rules, budgets=tuple(
+
+        def covers(budget: Budget, names: Iterable[str]) -> bool:
+            return any(selects(budget.selector, name) for name in names)
+
+        judged = (
             budget
             for budget in rules.budgets
-            if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
-        ))  # fmt: skip
+            if covers(budget, measured.series) or not covers(budget, left)
+        )
+        rules = replace(rules, budgets=tuple(judged))
         if baseline:
             series = {name: one for name, one in baseline.series.items() if name not in left}
             baseline = replace(baseline, series=series)
@@ -197,11 +202,12 @@ def check(
     missing = {run: f"{run}: {covered}" for run, covered in measured.incomplete.items()}
     if partial:
         return replace(result, notes=(*result.notes, *missing.values()))
-    failing = (
-        f"{text}; {measured.incomplete[run].again} measures the rest, --partial judges only this part"
-        for run, text in missing.items()
-    )
-    lines = (Line(LineVerdict.MISSING, "run", "cells", text) for text in failing)
+    lines = []
+    for run, text in missing.items():
+        repair = (
+            f"{measured.incomplete[run].again} measures the rest, --partial judges only this part"
+        )
+        lines.append(Line(LineVerdict.MISSING, "run", "cells", f"{text}; {repair}"))
     return replace(result, lines=(*lines, *result.lines))
 
 
@@ -245,7 +251,7 @@ def evaluate(
     before = baseline.series if baseline else {}
     lines, notes, unjudged, unmet = list[Line](), list[str](), list[str](), list[Expectation]()
     for rule in rules.expected:
-        ends = [one.failures for name, one in series.items() if rule.covers(name)]
+        ends = [one.failures for name, one in series.items() if selects(rule.selector, name)]
         if not ends:
             notes.append(f"the expected outcome {rule} matches no measured series")
         if not any(rule.outcome in failures for failures in ends):
@@ -289,7 +295,7 @@ def _outcome(
     if now is None:
         text = f"was not measured; {was.outcome if was else ''} in the baseline"
         return Line(LineVerdict.MISSING, name, "outcome", text)
-    expected = [each for each in rules.expected if each.covers(name)]
+    expected = [each for each in rules.expected if selects(each.selector, name)]
     if now.is_ok:
         lost = next((each for each in expected if each in unmet), None)
         repair = f"; {str(lost)!r} no longer needs to be expected" if lost else ""
@@ -305,7 +311,7 @@ def _outcome(
 
     accepted = {each.outcome.value for each in expected}
     accepted |= was.failures & {*EXPECTABLE} if was else set()
-    is_covered = any(budget.covers(name) for budget in rules.budgets)
+    is_covered = any(selects(budget.selector, name) for budget in rules.budgets)
     is_judged = bool(was or is_new or is_covered or now.failures & {*BROKEN})
     verdict, text = LineVerdict.EXPECTED, now.outcome
     if not now.failures <= accepted:
@@ -414,7 +420,7 @@ def _by_phase(metric: Metric, series: Series) -> dict[str, int]:
 def _budget(budget: Budget, series: Mapping[str, Series], notes: list[str]) -> list[Line]:
     """Return a line for each series that the budget covers; add those without its figure to ``notes``."""
     lines, lacking, metric, what = [], [], budget.metric, str(budget)
-    covered = {name: one for name, one in series.items() if budget.covers(name)}
+    covered = {name: one for name, one in series.items() if selects(budget.selector, name)}
     for name, one in covered.items():
         figure, bound = one.figures.get(metric.name), budget.bound(one)
         # One of several runs may have found no floor.

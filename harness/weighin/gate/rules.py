@@ -21,7 +21,7 @@ from typing import Final, get_args
 from weighin.errors import ConfigError
 from weighin.records.machine import Policy
 from weighin.records.metrics import METRICS, Direction, Metric, Tolerance, named
-from weighin.records.series import Series, selects
+from weighin.records.series import Series
 from weighin.result import BROKEN, Outcome
 
 EXPECTABLE: Final = (
@@ -48,17 +48,10 @@ _OUTCOMES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Selecting:
-    selector: str
-
-    def covers(self, name: str) -> bool:
-        return selects(self.selector, name)
-
-
-@dataclass(frozen=True, slots=True)
-class Budget(_Selecting):
+class Budget:
     """An upper bound of one metric: ``amount`` in its unit, plus shares of the model's size and RAM limit."""
 
+    selector: str
     text: str
     metric: Metric
     is_below: bool  # whether the figure must be smaller than the bound ("<")
@@ -81,9 +74,10 @@ class Budget(_Selecting):
 
 
 @dataclass(frozen=True, slots=True)
-class Expectation(_Selecting):
+class Expectation:
     """An outcome other than ok that passes."""
 
+    selector: str
     outcome: Outcome
 
     def __str__(self) -> str:

@@ -66,10 +66,7 @@ def write_markdown(result: GateResult) -> str:
 
 
 def annotations(result: GateResult, file: str | None = None) -> Iterator[str]:
-    """Yield GitHub workflow commands, which GitHub shows as annotations of the baseline ``file``.
-
-    https://docs.github.com/actions/reference/workflow-commands-for-github-actions
-    """
+    """Yield GitHub's "workflow commands", which it shows as annotations of the baseline ``file``."""
 
     def data(text: str) -> str:
         return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

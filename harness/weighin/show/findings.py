@@ -1,6 +1,4 @@
-"""The tables of what a run found: RAM floors, survival, slow disks, uses and ranks; of commands,
-their processes, and which ones were killed.
-"""
+"""The tables of what a run found: RAM floors, survival, slow disks, uses, ranks, and processes of commands."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,13 +117,10 @@ def ranks(run: Measured) -> Iterator[Table]:
         for number, repeats in each.by_ranks.items()
     ]
     columns = [
-        Column("strategy", is_name=True),
-        Column("ranks", is_name=True),
+        *(Column(name, is_name=True) for name in ("strategy", "ranks")),
         Column("cgroup peak", "GiB"),
-        Column("above the imports", "x model"),
-        Column("unreclaimable (sampled)", "x model"),
-        Column("PSS at ready", "GiB"),
-        Column("sum of peak RSS", "GiB"),
+        *(Column(name, "x model") for name in ("above the imports", "unreclaimable (sampled)")),
+        *(Column(name, "GiB") for name in ("PSS at ready", "sum of peak RSS")),
         Column("growth"),
     ]
     if rows:
@@ -239,9 +234,8 @@ def _survival(run: Measured, matrix: Matrix) -> Table:
             tip = f"{name}: {one.judgement.verdict}\n{one.judgement.reason}"
             return Entry(one.words, kind=one.judgement.verdict.value, tip=tip)
         kind = {Outcome.OK: "ok", Outcome.SKIPPED: "skipped"}.get(result.outcome, "failed")
-        return Entry(
-            one.words, kind=kind, tip=f"{name}: {result.outcome}\n{result.message}".rstrip()
-        )
+        tip = f"{name}: {result.outcome}\n{result.message}".rstrip()
+        return Entry(one.words, kind=kind, tip=tip)
 
     kind = KINDS[matrix.scene.operation]
     # Of the rows and of the columns: the place in a field's key, the titles, and what they are.
@@ -288,14 +282,11 @@ def floors(run: Measured) -> Iterator[Table]:
     def lived(floor: Floor, typical: Typical | None) -> Entry | str:
         if typical is None:
             return "-"
-        ready_ns, times, judgement = (
-            typical.result.ready_ns,
-            floor.times(typical),
-            typical.judgement,
-        )
+        ready_ns, judgement = typical.result.ready_ns, typical.judgement
         text = "-" if ready_ns is None else format_seconds(ready_ns)
         if judgement is None:
             return text
+        times = floor.times(typical)
         lines = [text, *([f"{times:.1f}x"] if times else []), judgement.verdict]
         tip = f"{judgement.verdict}: {judgement.reason}"
         return Entry("\n".join(lines), kind=judgement.verdict.value, tip=tip)
@@ -389,9 +380,8 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
         if one.ran:
             limit = one.cell.ram_limit_bytes
             named = [plain(one.cell.strategy), *([words.size(limit)] if limit else [])]
-            first.setdefault(
-                one.cell.series, (" ".join([*named, *one.cell.settings]), one, one.ran)
-            )
+            title = " ".join([*named, *one.cell.settings])
+            first.setdefault(one.cell.series, (title, one, one.ran))
     # Of each command's measurements under all RAM limits, the one with the most memory.
     by_command = grouped(first.values(), lambda one: searched(one[1].cell).series).values()
     largest = [max(same, key=lambda one: one[2].needed_bytes or 0) for same in by_command]

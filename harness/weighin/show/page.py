@@ -1,8 +1,6 @@
 """Write the report of a run as one HTML file that needs no network, no other file, and no library.
 
-The page has the tables of the report, and the pictures as SVG. ``templates/script.js`` sorts and
-filters the tables, and shows the tip of the mark under the mouse. A browser without scripts shows
-the same tables and pictures.
+Without scripts (``templates/script.js``), a browser shows the same tables and pictures.
 """
 
 import base64

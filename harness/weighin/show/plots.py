@@ -86,9 +86,8 @@ def draw_peaks(run: Measured) -> "Figure":
         (is_cut, "not ok", {"facecolor": "white", "hatch": "////"}),
         (has(rows, marks[1]), "CUDA peak, on the GPU (exact)", {"marker": "^", **marker}),
     )
-    look.dress(
-        figure, look.headline(rows, f"Peak memory while {words.doing(rows)}"), handles, lines
-    )
+    title = look.headline(rows, f"Peak memory while {words.doing(rows)}")
+    look.dress(figure, title, handles, lines)
     return figure
 
 

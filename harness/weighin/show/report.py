@@ -1,7 +1,6 @@
 """The report of a run as one document, which the terminal, report.md and report.html show.
 
-A table has a row for the repeats of each measurement. A setting in which rows differ, such as the
-dtype, is a column; a setting that all rows share is in the caption.
+A setting in which rows differ, such as the dtype, is a column; one that all share is in the caption.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,4 @@
-"""The style that all pictures share: size, colours, title above, caption below.
-
-A strategy has the same colour in all pictures, and no information is shown by colour alone. ``tip``
-gives an artist a text, which report.html shows while the mouse is over it.
-"""
+"""The style that all pictures share. No information is shown by colour alone."""
 
 import hashlib
 import re
@@ -69,6 +65,7 @@ def verbatim(text: str) -> str:
 
 
 def tip(artist: "Artist", text: str) -> None:
+    """Give an artist a text, which report.html shows while the mouse is over it."""
     artist.set_gid(f"tip:{words.plain(text.replace(chr(10), ' · '))}")
 
 

@@ -1,7 +1,5 @@
-"""A table, and lines of text: what every verb prints, in a terminal, in Markdown or in HTML.
-
-A document is a list of ``Table`` and ``Lines``. A console prints each of them as it is:
-``console.print(*document)``. ``markdown`` and ``html`` return the same in the other forms.
+"""A table, and lines of text: what every verb prints, in a terminal (``console.print(*document)``), in Markdown
+or in HTML.
 """
 
 import html
@@ -251,8 +249,7 @@ def pivot(
     reasons: Sequence[str] = (),
 ) -> Table:
     """Return a table with a row for each value of ``row``, a column for each of ``column``, and an ``entry``
-    of the items there. The columns are in the order of ``columns``, or else of the items. Two values may
-    have the same title: they remain two rows, or two columns.
+    of the items there. Two values may have the same title: they remain two rows, or two columns.
     """
     items = list(items)
     across = list(columns) or list(dict.fromkeys(map(column, items)))

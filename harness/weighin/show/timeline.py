@@ -57,14 +57,10 @@ _Point = TypeVar("_Point")
 
 
 class Track:
-    """The memory of the first repeat of a measurement over time; without samples, they are empty.
+    """The memory of a measurement's first repeat over time, from the start of the load or command (``zero_ns``).
 
-    Attributes:
-        samples: readings of memory. For a command in a cgroup, their file-backed memory is all page
-            cache that the kernel charged to the cgroup.
-        gpu: pairs of a time in nanoseconds and the GPU memory in bytes.
-        zero_ns: the start of the load, or of the command.
-        end_s: the time from ``zero_ns`` to the end of the measurement.
+    Of a command in a cgroup, the samples' file-backed memory is all page cache that the kernel charged to
+    the cgroup. ``gpu`` has pairs of a time in nanoseconds and the GPU memory in bytes.
     """
 
     def __init__(self, run: Measured, row: Row, label: str) -> None:

@@ -280,9 +280,8 @@ def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
         found = {str(one[key]) for one in environments if one and one.get(key)}
         if len(found) == 1:
             value = found.pop()
-            words.append(
-                value if before.strip() and value.startswith(before.strip()) else before + value
-            )
+            is_named = before.strip() and value.startswith(before.strip())
+            words.append(value if is_named else before + value)
     return words
 
 

@@ -1,8 +1,4 @@
-"""Write the report of a run into the folder of the run, in the requested formats.
-
-The files for dashboards have the median, lowest and highest figures of the ok repeats, by the name in
-``weighin check``, and the number of planned measurements without a record: a run that was stopped
-would otherwise look complete."""
+"""Write the report of a run into the folder of the run, in the requested formats."""
 
 import csv
 import json
@@ -97,7 +93,10 @@ def summary_csv(run: Measured) -> str:
 
 
 def _for_dashboards(run: Measured) -> Iterator[tuple[str, str, str, Figure | int, str]]:
-    """Yield each number for dashboards: whose it is, its key, its unit, the figure or count, and a remark."""
+    """Yield each number for dashboards: whose it is, its key, its unit, the figure or count, and a remark.
+
+    Planned measurements without a record are counted: a run that was stopped would look complete.
+    """
     if run.missing is not None:
         yield "run", "missing_cells", "cells", run.missing, ""
     measured = [one for one in run.results if one.outcome is not Outcome.SKIPPED]
@@ -112,10 +111,7 @@ def _for_dashboards(run: Measured) -> Iterator[tuple[str, str, str, Figure | int
 
 
 def bencher(run: Measured) -> str:
-    """Return Bencher Metric Format: JSON that ``bencher run --adapter json`` reads.
-
-    https://bencher.dev/docs/reference/bencher-metric-format
-    """
+    """Return Bencher Metric Format (https://bencher.dev/docs/reference/bencher-metric-format)."""
     benchmarks: dict[str, dict[str, dict[str, int]]] = {}
     for name, key, unit, value, _ in _for_dashboards(run):
         ours = benchmarks.setdefault(name, {})
@@ -128,10 +124,7 @@ def bencher(run: Measured) -> str:
 
 
 def github_action_benchmark(run: Measured) -> str:
-    """Return the JSON of github-action-benchmark's tool ``customSmallerIsBetter``.
-
-    https://github.com/benchmark-action/github-action-benchmark
-    """
+    """Return JSON for https://github.com/benchmark-action/github-action-benchmark."""
     entries = []
     for name, key, unit, value, about in _for_dashboards(run):
         number = value if isinstance(value, int) else value.median
