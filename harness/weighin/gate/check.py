@@ -299,12 +299,10 @@ def _outcome(
     if now.is_ok:
         lost = next((each for each in expected if each in unmet), None)
         repair = f"; {str(lost)!r} no longer needs to be expected" if lost else ""
-        if was and not was.is_ok:
-            return Line(LineVerdict.IMPROVED, name, "outcome", f"{was.outcome} -> ok{repair}")
-        if lost:
-            return Line(
-                LineVerdict.IMPROVED, name, "outcome", f"{lost.outcome} expected -> ok{repair}"
-            )
+        before = f"{lost.outcome} expected" if lost else ""
+        before = was.outcome if was and not was.is_ok else before
+        if before:
+            return Line(LineVerdict.IMPROVED, name, "outcome", f"{before} -> ok{repair}")
         if was:
             return Line(LineVerdict.SAME, name, "outcome", "ok", excess=-math.inf)
         return Line(LineVerdict.NEW, name, "outcome", "not in the baseline; ok") if is_new else None

@@ -219,7 +219,8 @@ def survival(run: Measured) -> Iterator[Table]:
 
 
 def _survival(run: Measured, matrix: Matrix) -> Table:
-    labels, limits = matrix.labels, list(map(words.limit, matrix.limits))
+    labels = matrix.labels
+    limits = ["no limit" if one is None else words.size(one) for one in matrix.limits]
     fields = sorted(matrix.fields.items(), key=itemgetter(0))
     thrashing = [
         f"{labels[row]} under {limits[column]} thrashes: {one.judgement.reason}"
@@ -308,9 +309,8 @@ def floors(run: Measured) -> Iterator[Table]:
         (Column("at 1.1x ready", rank=3), lambda one: lived(one, one.with_room)),
         (Column("no limit ready", rank=2), lambda one: lived(one, one.unlimited)),
     ]  # fmt: skip
-    notes.append(
-        f"{kind.ready} The search ran {sum(one.cells for one in run.floors)} cells in all."
-    )
+    cells = sum(one.cells for one in run.floors)
+    notes.append(f"{kind.ready} The search ran {cells} cells in all.")
     notes.append(words.shared(run, without=("ram_limit_bytes",)))
     reasons = []
     for floor in run.floors:

@@ -170,10 +170,9 @@ def _references(axes: "Axes", group: Sequence[Row], edge: float) -> None:
 
 def _compared(run: Measured) -> list[tuple[str, list[Row]]]:
     """Return the panels of time over peak: at least two rows each, whose repeats all ended ok."""
-    key, found = words.kind_of(run.rows).peak[0] if run.rows else "", []
-    for title, group in words.apart(
-        run.rows, [name for name in SCENE if name in varying(run.rows)]
-    ):
+    key, found = words.kind_of(run.rows).peak[0], []
+    changing = [name for name in SCENE if name in varying(run.rows)]
+    for title, group in words.apart(run.rows, changing):
         good = [one for one in group if one["ok"] == one["repeats"] and one["ready_s"] and one[key]]
         found += [(title, good[:_MOST_ROWS])] if len(good) > 1 else []
     return found

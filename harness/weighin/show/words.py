@@ -168,10 +168,6 @@ def size(value: int | None) -> str:
     return format_exact(int(value), " ") if value else "none"
 
 
-def limit(value: int | None) -> str:
-    return "no limit" if value is None else size(value)
-
-
 def setting(name: str, row: Row) -> str:
     """Return one setting of a row as text for a column, such as "8 GiB" for a RAM limit."""
     value = row[name]
@@ -222,14 +218,14 @@ def apart(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[str, list
 
 def doing(rows: Sequence[Row]) -> str:
     """Return what the measurements did: "loading", "saving", or "loading and saving"."""
-    return " and ".join(kind.doing for kind in kinds_of(rows)) if rows else ""
+    return " and ".join(kind.doing for kind in kinds_of(rows))
 
 
 def title(rows: Sequence[Row]) -> str:
     """Return the title of a report: "Loading gpt2-xl", "Running train.py, serve.py"."""
     named = "strategy" if "model" in kind_of(rows).lacks else "model"
     names = ", ".join(values(rows, named)) or "nothing"
-    return plain(f"{doing(rows).capitalize() or 'Loading'} {names}")
+    return plain(f"{doing(rows).capitalize()} {names}")
 
 
 def shared(run: Measured, without: Sequence[str] = (), rows: Sequence[Row] | None = None) -> str:
