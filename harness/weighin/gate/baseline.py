@@ -8,7 +8,7 @@ next update writes it as JSON, with the same rules.
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
 from shlex import quote
@@ -75,9 +75,9 @@ class _File(Strict):
 class Baseline:
     """The content of a baseline file; ``series`` has the figures, by the name of the series."""
 
-    rules: Rules = field(default_factory=Rules)
-    environment: Mapping[str, Setting] = field(default_factory=dict)
-    series: Mapping[str, Series] = field(default_factory=dict)
+    rules: Rules
+    environment: Mapping[str, Setting]
+    series: Mapping[str, Series]
 
 
 def read(path: Path) -> Baseline:

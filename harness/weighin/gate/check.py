@@ -298,10 +298,10 @@ def _outcome(
     expected = [each for each in rules.expected if selects(each.selector, name)]
     if now.is_ok:
         lost = next((each for each in expected if each in unmet), None)
-        repair = f"; {str(lost)!r} no longer needs to be expected" if lost else ""
         before = f"{lost.outcome} expected" if lost else ""
         before = was.outcome if was and not was.is_ok else before
         if before:
+            repair = f"; {str(lost)!r} no longer needs to be expected" if lost else ""
             return Line(LineVerdict.IMPROVED, name, "outcome", f"{before} -> ok{repair}")
         if was:
             return Line(LineVerdict.SAME, name, "outcome", "ok", excess=-math.inf)

@@ -43,9 +43,8 @@ def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
     body = ""
     for name, kind, content in sections:
         label, style_class = escape(name), f' class="{kind}"' if kind else ""
-        body += (
-            f'<section aria-label="{label}"{style_class}>\n<h2>{label}</h2>\n{content}</section>\n'
-        )
+        head = f'<section aria-label="{label}"{style_class}>\n<h2>{label}</h2>\n'
+        body += f"{head}{content}</section>\n"
     folder = [file for file in _FILES if (run.folder / file).exists()]
     links = ", ".join(f'<a href="{file}">{file}</a>' for file in folder)
     templates = resources.files("weighin.show") / "templates"

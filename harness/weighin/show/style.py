@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # the import of matplotlib takes half a second
     from matplotlib.figure import Figure
 
 WIDTH_IN: Final = 9.0  # 1800 pixels, twice the width of a README on a page
-DPI: Final = 200
 MAX_PANELS: Final = 12
 LABEL_LENGTH: Final = 60  # characters
 INK: Final = "#333333"
@@ -71,7 +70,7 @@ def tip(artist: "Artist", text: str) -> None:
 
 def png(figure: "Figure") -> bytes:
     file = BytesIO()
-    figure.savefig(file, format="png", dpi=DPI, facecolor="white")
+    figure.savefig(file, format="png", dpi=200, facecolor="white")
     return file.getvalue()
 
 
@@ -147,9 +146,8 @@ def legend(*keys: tuple[object, str, dict[str, Any]]) -> list[Any]:
 def headline(rows: Sequence[Row], subject: str) -> str:
     """Return the title of a picture: ``subject``, then model and RAM limit, each if all rows share it."""
     changing, first = varying(rows), rows[0]
-    shared = []
     if "model" not in changing and "model" not in words.kind_of(rows).lacks:
-        shared.append(" " + words.dimension("model", first["model"], words.model_size(rows)))
+        subject += " " + words.dimension("model", first["model"], words.model_size(rows))
     if "ram_limit_bytes" not in changing:
-        shared.append(", " + words.dimension("ram_limit_bytes", first["ram_limit_bytes"]))
-    return subject + "".join(shared)
+        subject += ", " + words.dimension("ram_limit_bytes", first["ram_limit_bytes"])
+    return subject
