@@ -199,12 +199,6 @@ def test_a_tensor_has_the_shape_that_comfyui_had_flattened(
     assert torch.equal(read(path, "w"), right.reshape(shape))
 
 
-def test_an_array_that_is_no_shape_is_not_kept(tmp_path: Path) -> None:
-    metadata, _ = layout.read_tables(small(tmp_path / "m.gguf"))
-    assert metadata["general.name"] == "tiny"
-    assert metadata["llama.numbers"] is None
-
-
 def test_a_projector_beside_a_model_is_no_second_model(tmp_path: Path) -> None:
     own = small(tmp_path / "m-Q8_0.gguf")
     other = small(tmp_path / "mmproj-m-f16.gguf")

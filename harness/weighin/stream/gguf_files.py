@@ -24,16 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, extra
-from weighin.stream.foreign import (
-    AGAIN,
-    SHARDS,
-    check_present,
-    damaged,
-    first_bytes,
-    once,
-    truncated,
-    unreadable,
-)
+from weighin.stream import foreign
 from weighin.stream.slices import LARGEST, MOST_DIMENSIONS, Checkpoint, Slice, is_sizes, row_major
 from weighin.text import few, shown
 
@@ -42,6 +33,7 @@ if TYPE_CHECKING:
 
 NAME: Final = "gguf"
 
+# By the number of a ggml type: its name, the elements in a block, and the bytes of a block.
 TYPES: Final = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
     6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40),
@@ -54,24 +46,17 @@ TYPES: Final = {
     34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }  # fmt: skip
-"""Maps each ggml type's number to its name, the elements in a block, and the bytes of a block."""
-
+# Which the package gguf does not dequantise. Q8_1 and Q8_K are for intermediate results.
 UNDECODED: Final = frozenset({"Q8_1", "Q8_K", "Q1_0"})
-"""The types that the package gguf does not dequantise. Q8_1 and Q8_K are for intermediate results."""
-
 _DTYPES: Final = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64",
     "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
 }  # fmt: skip
 _SUFFIX: Final = ".gguf"
 _MAGIC: Final = b"GGUF"
-_SCALARS: Final = {
-    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
-    12: "<d",
-}  # fmt: skip
+_SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _LONGEST: Final = 64 * 1024  # bytes of a name, or of a text in the metadata
-_DEEPEST: Final = 4
 _MOST_VALUES: Final = 1_000_000  # in one file: a vocabulary has up to 800,000 texts
 _ALIGNMENT: Final = 32
 _COMFY: Final = "comfy.gguf.orig_shape."  # before a tensor's name: the shape in the model
@@ -83,7 +68,9 @@ _FEW_ELEMENTS: Final = 32 * 1024  # the heap keeps the memory of larger arrays a
 
 def is_file(path: Path) -> bool:
     """Tell whether a file has the suffix .gguf or begins like a GGUF file."""
-    return path.is_file() and (path.suffix == _SUFFIX or first_bytes(path).startswith(_MAGIC))
+    return path.is_file() and (
+        path.suffix == _SUFFIX or foreign.first_bytes(path).startswith(_MAGIC)
+    )
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -141,9 +128,9 @@ def read(path: Path) -> Checkpoint:
         for place in tensors:
             if (twice := places.setdefault(place.name, place)) is not place:
                 what = f"{shown(place.name)} is also in {twice.file.name!r}"
-                raise CheckpointError(f"{part}: {what}", AGAIN)
+                raise CheckpointError(f"{part}: {what}", foreign.AGAIN)
     found = Checkpoint(places.values())
-    found.format, found.files = NAME, tuple(parts)
+    found.files = tuple(parts)
     return found
 
 
@@ -151,7 +138,7 @@ def read_tables(file: Path) -> tuple[Mapping[str, Any], list[Slice]]:
     """Return the metadata of one file, without long texts and arrays, and each tensor's place."""
 
     def opened() -> tuple[Mapping[str, Any], list[Slice]]:
-        if not check_present(file).startswith(_MAGIC):
+        if not foreign.check_present(file).startswith(_MAGIC):
             what = "not a GGUF file, although its name ends like one: the file does not begin with GGUF"
             repair = "rename it, with the suffix of its real format"
             raise CheckpointError(f"{file}: {what}", repair)
@@ -159,9 +146,9 @@ def read_tables(file: Path) -> tuple[Mapping[str, Any], list[Slice]]:
             with file.open("rb") as stream:
                 return _Tables(file, stream).read()
         except OSError as error:
-            raise unreadable(file, error) from error
+            raise foreign.unreadable(file, error) from error
 
-    return once(("gguf", file), opened)
+    return foreign.once(("gguf", file), opened)
 
 
 class _Tables:
@@ -174,26 +161,26 @@ class _Tables:
 
     def read(self) -> tuple[Mapping[str, Any], list[Slice]]:
         self._take(len(_MAGIC))
-        version = self._number("<I")
+        version = self._number("I")
         if version not in (2, 3):
             what = f"GGUF version {version}; weighin reads the versions 2 and 3"
             if version & 0xFFFF == 0:
                 what = "a GGUF file of a big-endian machine"
-            raise CheckpointError(f"{self._file}: {what}", _CONVERT)
+            raise self._error(what, _CONVERT)
         # Each entry takes at least so many bytes; making a tensor takes the time of five texts.
         tensors, metadata_count = self._count(24, 5), self._count(13)
         metadata: dict[str, Any] = {}
         for _ in range(metadata_count):
             key = self._text()
-            metadata[key] = self._value(self._number("<I"), is_shape=key.startswith(_COMFY))
+            metadata[key] = self._value(self._number("I"))
         entries = []
         for _ in range(tensors):
-            name, dimensions = self._text(), min(self._number("<I"), MOST_DIMENSIONS + 1)
-            shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
-            entries.append((name, shape, self._number("<I"), self._number("<Q")))
+            name, dimensions = self._text(), min(self._number("I"), MOST_DIMENSIONS + 1)
+            shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+            entries.append((name, shape, self._number("I"), self._number("Q")))
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0:
-            raise damaged(self._file, "general.alignment is no positive number", AGAIN)
+            raise self._error("damaged: general.alignment is no positive number")
         start = -(-self._stream.tell() // alignment) * alignment
         return metadata, [
             self._place(name, shape, metadata.get(f"{_COMFY}{name}", shape), kind, start + at)
@@ -204,76 +191,73 @@ class _Tables:
         """Return the place of a tensor; its shape in the model is ``own``, which ComfyUI flattens."""
         if kind not in TYPES:
             what = f"{shown(name)} has the type {kind} of ggml, which weighin does not know"
-            raise CheckpointError(f"{self._file}: {what}", _CONVERT)
+            raise self._error(what, _CONVERT)
         encoding, block, block_bytes = TYPES[kind]
         fits = is_sizes(shape) and is_sizes(own) and prod(own) == prod(shape)
         # torch multiplies the sizes of an empty tensor, too.
         fits = fits and prod(max(size, 1) for size in own) <= LARGEST // 8
         if not fits or prod(shape[-1:]) % block:
             what = f"{shown(name)} has the shape {own}, which torch cannot represent"
-            raise damaged(self._file, f"{what}, or which has no whole blocks of {encoding}", AGAIN)
+            raise self._error(f"damaged: {what}, or which has no whole blocks of {encoding}")
         length = prod(shape) // block * block_bytes
         if at + length > self._size:
-            raise truncated(self._file, shown(name), at + length, self._size)
+            raise foreign.truncated(self._file, shown(name), at + length, self._size)
         dtype = _DTYPES.get(encoding, "float32")  # of dequantised elements
         place = name, own, row_major(own), dtype, self._file, at, at, length
         return Slice(*place, encoding="" if encoding in _DTYPES else encoding)
 
-    def _value(self, kind: int, depth: int = 1, *, is_shape: bool = False) -> Any:
-        """Return a number, a text or a shape; skip another array or a long text, return None."""
-        if form := _SCALARS.get(kind):
-            return self._number(form)
-        if kind == _STRING:
-            return self._text(or_skip=True)
-        if kind != _ARRAY or depth > _DEEPEST:
-            raise damaged(self._file, f"a value of an unknown type: {kind}", AGAIN)
-        kind = self._number("<I")
-        if form := _SCALARS.get(kind):
-            count = self._number("<Q")
-            if is_shape and count <= MOST_DIMENSIONS:
-                return tuple(self._number(form) for _ in range(count))
+    def _value(self, kind: int) -> Any:
+        """Return a number, a text, or an array as short as a shape; skip any other, and return None."""
+        of = self._number("I") if kind == _ARRAY else kind
+        form = _SCALARS.get(of)
+        if not form and of != _STRING:  # llama.cpp does not read an array of arrays either
+            raise self._error(f"damaged: a value of an unknown type: {of}")
+        if kind != _ARRAY:
+            return self._number(form) if form else self._text(or_skip=True)
+        if form and (count := self._number("Q")) <= MOST_DIMENSIONS:
+            return tuple(self._number(form) for _ in range(count))
+        if form:
             return self._skip(count * struct.calcsize(form))
-        # An array within an array takes the time of ten texts.
-        for _ in range(self._count(8, 1 if kind == _STRING else 10)):
-            self._value(kind, depth + 1)
+        for _ in range(self._count(8)):
+            self._skip(self._number("Q"))
         return None
 
     def _count(self, least_bytes: int, values: int = 1) -> int:
         """Return the number of the entries that follow, if the file may hold so many."""
-        count: int = self._number("<Q")
+        count: int = self._number("Q")
         if count * least_bytes > self._size - self._stream.tell():
-            raise self._truncated(
-                f"{count:,} entries do not fit into the file's {self._size:,} bytes"
+            raise self._error(
+                f"truncated: {count:,} entries do not fit into the file's {self._size:,} bytes"
             )
         self._values += count * values
         if self._values > _MOST_VALUES:
             what = "too many values in its metadata, or tensors, for weighin to read in one file"
-            raise CheckpointError(f"{self._file}: {what}", SHARDS)
+            raise self._error(what, foreign.SHARDS)
         return count
 
     def _text(self, *, or_skip: bool = False) -> Any:
-        length = self._number("<Q")
+        length = self._number("Q")
         if length <= _LONGEST:
             return self._take(length).decode(errors="replace")
         if or_skip:
             return self._skip(length)
-        raise damaged(self._file, f"a name has {length:,} bytes", AGAIN)
+        raise self._error(f"damaged: a name has {length:,} bytes")
 
     def _number(self, form: str) -> Any:
-        (value,) = struct.unpack(form, self._take(struct.calcsize(form)))
+        (value,) = struct.unpack(f"<{form}", self._take(struct.calcsize(form)))
         return value
 
     def _take(self, length: int) -> bytes:
         taken = self._stream.read(length)
         if len(taken) < length:
-            raise self._truncated(f"the file ends at byte {self._size:,}, within its tables")
+            raise self._error(f"truncated: the file ends at byte {self._size:,}, within its tables")
         return taken
 
     def _skip(self, length: int) -> None:
         self._stream.seek(min(length, self._size), os.SEEK_CUR)
 
-    def _truncated(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._file}: truncated: {what}", AGAIN)
+    def _error(self, what: str, repair: str = foreign.AGAIN) -> CheckpointError:
+        return CheckpointError(f"{self._file}: {what}", repair)
 
 
 def check_decoded(places: Iterable[Slice]) -> None:
@@ -314,7 +298,7 @@ def decoded(where: Slice, piece_elements: int) -> "Iterator[torch.Tensor]":
             content = file.read(min(piece_bytes, where.storage_bytes - start))
             if len(content) < min(piece_bytes, where.storage_bytes - start):
                 what = "another program truncated the file while weighin read it"
-                raise CheckpointError(f"{where.file}: {what}", AGAIN)
+                raise CheckpointError(f"{where.file}: {what}", foreign.AGAIN)
             if not where.encoding:
                 yield torch.frombuffer(bytearray(content), dtype=where.dtype).float()
                 continue
