@@ -128,7 +128,7 @@ def test_every_verb_of_a_model_takes_the_same_argument(
     for typed, message in (
         ("./gone.pt", "./gone.pt: no such file or folder"),
         ("from:gone.pt", "gone.pt: no such file or folder"),
-        ("lora", "lora: an adapter of a/b, not a whole model"),
+        ("lora", "lora: an adapter, not a whole model"),
     ):
         for words in ([typed], ["--model", typed]):
             error = CliRunner().invoke(app.app, [verb, *words]).exception

@@ -1,6 +1,5 @@
 """A folder or a file that is no model says what it is, and what to give instead."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ MERGE = (
     "merge it into its base, and give the merged model's folder: merge_and_unload() of peft, then"
     " save_pretrained(FOLDER)"
 )
-ADAPTER = json.dumps({"base_model_name_or_path": "Some/Base"})
 CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
 
 
@@ -24,18 +22,13 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
     [
         ({}, "an empty folder", "give a checkpoint file, or the folder of a model"),
         (
-            {"adapter_config.json": ADAPTER, "adapter_model.safetensors": "", "README.md": ""},
-            "an adapter of Some/Base, not a whole model",
-            f"{MERGE}; for the adapter alone: F/adapter_model.safetensors",
-        ),
-        (
-            {"adapter_config.json": "[" * 5000},
-            "an adapter of a model that it does not name, not a whole model",
+            {"adapter_config.json": "{}", "adapter_model.safetensors": "", "README.md": ""},
+            "an adapter, not a whole model",
             MERGE,
         ),
         (
-            {"adapter_config.json": ADAPTER, "config.json": CONFIG},
-            "an adapter of Some/Base, not a whole model",
+            {"adapter_config.json": "[" * 5000, "config.json": CONFIG},
+            "an adapter, not a whole model",
             MERGE,
         ),
         (
@@ -107,8 +100,8 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         ),
         (
             {"modules.json": '[{"path": ""}]', "model.safetensors": ""},
-            "a sentence-transformers folder without a transformer",
-            "give the file: F/model.safetensors",
+            "no config.json and no index beside model.safetensors",
+            "give the file itself: F/model.safetensors",
         ),
         (
             {"modules.json": "[" * 5000},

@@ -330,7 +330,7 @@ def _check_fits(
         ],
     }
     if any(problems.values()):
-        repair = selecting({name: where.shape for name, where in places.items()}, wanted)
+        repair = selecting(places, wanted)
         raise misfit(checkpoint, f"model {model}", problems, repair=repair)
 
 

@@ -8,7 +8,6 @@ import errno
 import json
 import re
 import time
-from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,52 +19,42 @@ from shlex import quote
 from typing import Any, Final, TypeVar
 
 from weighin.errors import CheckpointError
-from weighin.files import MIB, object_in, read_bytes
-from weighin.stream.pretrained_library import ADAPTER, PIPELINE, WEIGHTS
+from weighin.files import MIB, read_bytes
+from weighin.stream.pretrained_library import PIPELINE, WEIGHTS
 from weighin.text import few, first_names, one_line, shown
 
-AGAIN: Final = "copy or download the file again"
-"""The advice for a file that ends too early. Other faults do not prove that a copy is cut off."""
+AGAIN: Final = (
+    "copy or download the file again"  # only a file that ends too early is proven to be cut off
+)
 RESAVE: Final = (
     "save it again with the program that wrote it; if that program cannot read it either, the file is"
     " damaged"
 )
-"""The advice for a file that breaks a rule of its format."""
 SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(FOLDER) does"
-"""The repair for a file with more tensors, or a longer zip directory, than weighin reads."""
 NOT_MEASURED: Final = (
     "its loads cannot be measured; weighin inspect, convert and load_streaming read it as it is"
 )
-HUB_ENTRY: Final = "models--"
-"""The beginning of the name of a model's folder in the Hub's cache: "models--owner--name"."""
-MOST_HEADER_BYTES: Final = 100_000_000
-"""The limit of the safetensors format for its header."""
-MOST_JSON_BYTES: Final = 16 * MIB
-"""The size of the largest JSON file that is read: an index of some 170,000 keys. One byte of JSON text
-takes up to 12 bytes of memory as Python objects."""
+HUB_ENTRY: Final = (
+    "models--"  # begins the name of a model's folder in the Hub's cache: "models--owner--name"
+)
+MOST_JSON_BYTES: Final = (
+    16 * MIB
+)  # of some 170,000 keys; as objects, it takes up to 12 times the memory
 
 _LATE_S: Final = 0.002  # a disk that takes so long for the first reads answers late
-_FIRST_READS: Final = 3  # the first alone may have been cached
 _THREADS: Final = 128  # which read headers at the same time from a disk that answers late
-_MOST_BRACKETS: Final = 200_000  # in one JSON file: an empty list takes 80 bytes of memory
 _HEAD_BYTES: Final = 512
 _HEADER_BYTES: Final = 128 * 1024  # as long as most headers of safetensors files
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 _PACKED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-_PATHS_END: Final = (
-    "/", ".gguf", ".gz", ".h5", ".json", ".msgpack", ".npz", ".onnx", ".pkl", ".pt2", ".py", ".tar", ".zip",
-    *WEIGHTS,
-)  # fmt: skip
+_PATHS_END: Final = ("/", ".gguf", ".json", ".py", *WEIGHTS)
+# Files in a run's folder that name its newest step: two of DeepSpeed, and Megatron-LM's number.
 _TAGS: Final = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
-"""Files in a run's folder that name its newest step: two of DeepSpeed, and Megatron-LM's number."""
 
 _known: Final[ContextVar[dict[Hashable, Any] | None]] = ContextVar("known", default=None)
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
-
-
-# Each file is read once, and several files at the same time
 
 
 @contextmanager
@@ -90,13 +79,9 @@ def once(key: Hashable, read: Callable[[], Value]) -> Value:
 
 
 def map_late(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterator[Value]:
-    """Yield the function's value for each item, for which it reads a header or a file.
-
-    If the disk answers the first reads late, as storage behind a network does, threads do the other
-    reads at the same time. The iteration ends at the first error, in the order of the items.
-    """
+    """Yield the function's value for each item; threads call it at once if the disk answers the first late."""
     rest, spent_s = iter(items), 0.0
-    for item in islice(rest, _FIRST_READS):
+    for item in islice(rest, 3):  # the first alone may have been cached
         start_s = time.monotonic()
         value = function(item)
         spent_s += time.monotonic() - start_s
@@ -109,9 +94,6 @@ def map_late(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterat
     # ``remembering`` holds in the threads, too.
     with ThreadPoolExecutor(_THREADS, initializer=_known.set, initargs=(_known.get(),)) as pool:
         yield from pool.map(function, rest)
-
-
-# What a file is
 
 
 def read_start(path: Path) -> bytes:
@@ -135,7 +117,9 @@ def first_bytes(path: Path) -> bytes:
 
 def is_safetensors(head: bytes) -> bool:
     """Tell whether a file begins like a safetensors file: 8 bytes with a length, then "{"."""
-    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MOST_HEADER_BYTES
+    return (
+        head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000
+    )  # the format's limit
 
 
 def is_zip(head: bytes) -> bool:
@@ -159,32 +143,26 @@ def check_present(path: Path) -> bytes:
         raise unreadable(path, error) from error
     if not head:
         raise CheckpointError(f"{path}: empty file", AGAIN)
-    if found := _by_content(path, head) or _by_text(path, head):
+    if found := _other_file(path, head, "name", "head", "text"):
         raise found
     return head
 
 
-def _by_content(path: Path, head: bytes) -> CheckpointError | None:
+def _other_file(path: Path, head: bytes, *columns: str) -> CheckpointError | None:
     """Return the error for a file of a known other kind."""
     # The length at the beginning of a safetensors file can equal any magic number.
     is_read = is_safetensors(head) or is_legacy(head) or head.startswith((b"PK", b"GGUF"))
     if is_read and path.suffix != ".distcp":  # whose folder is to be given
         return None
-    by_name = recognised("name", path.name, path)
-    return by_name or recognised("head", head.decode("latin-1"), path)
-
-
-def _by_text(path: Path, head: bytes) -> CheckpointError | None:
-    try:
-        text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
-    except UnicodeDecodeError:
-        return None
-    if is_safetensors(head) or any(one < " " and one not in "\t\n\r\f" for one in text):
-        return None
-    return CheckpointError(
-        f"{path}: a text file, not a checkpoint; it begins with {one_line(text, 60)!r}",
-        "give the checkpoint itself; if the text is an answer of a web server, ask it for the file again",
-    )
+    texts = {
+        "name": path.name,
+        "head": head.decode("latin-1"),
+        "text": head.decode(errors="replace"),
+    }
+    for column in columns:
+        if found := recognised(column, texts[column], path):
+            return found
+    return None
 
 
 def recognised(column: str, text: str, path: Path) -> CheckpointError | None:
@@ -206,9 +184,8 @@ def recognised(column: str, text: str, path: Path) -> CheckpointError | None:
             "decrypted": quote(f"{path}.decrypted"),
             "first": found[0][0],
             "found": one_line(few([one[0] for one in found])),
-            "lacks": "no index"
-            if "config.json" in text.split("\n")
-            else "no config.json and no index",
+            "begin": one_line(text, 60),
+            "lacks": f"{'' if 'config.json' in text.splitlines() else 'no config.json and '}no index",
         }
         message, advice = (one.format(*found[0].groups(), **words) for one in (what, repair))
         return CheckpointError(f"{path}: {message}", advice)
@@ -226,9 +203,6 @@ def other_zip(path: Path, names: Sequence[str]) -> CheckpointError | None:
     content = f" of other files: {one_line(few(files))}" if files else ""
     repair = f"unpack it, and give the checkpoint in it: unzip {quote(str(path))}"
     return CheckpointError(f"{path}: a zip archive{content}", repair)
-
-
-# Errors for one fault each
 
 
 def resaving(path: Path) -> str:
@@ -262,8 +236,8 @@ def unreadable(path: Path | str, error: OSError) -> CheckpointError:
 
 
 def missing(path: Path | str) -> CheckpointError:
-    gone = CheckpointError(f"{path}: no such file or folder", "check the path")
-    return broken_link(Path(path)) or gone
+    broken = broken_link(Path(path))
+    return broken or CheckpointError(f"{path}: no such file or folder", "check the path")
 
 
 def broken_link(path: Path) -> CheckpointError | None:
@@ -282,9 +256,6 @@ def broken_link(path: Path) -> CheckpointError | None:
     return CheckpointError(what, repair)
 
 
-# Paths, and models of the Hub
-
-
 def hub_id(snapshot: Path) -> str:
     """Return the model's id, "owner/name", for a snapshot folder in the Hub's cache; else ""."""
     snapshots, entry = snapshot.parent, snapshot.parent.parent.name
@@ -300,9 +271,6 @@ def looks_like_path(text: str) -> bool:
     return text.count("/") > 1 or ("/" in text and Path(text).parent.is_dir())
 
 
-# JSON of others
-
-
 def read_object(path: Path, repair: str) -> dict[str, Any]:
     """Return the JSON object in a file of somebody else's, in bounded memory."""
     try:
@@ -312,7 +280,7 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
             raise unreadable(path, error) from error
         fault = f"the file's {path.stat().st_size:,} bytes are more than weighin reads"
         raise CheckpointError(f"{path}: {fault}", repair) from None
-    if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
+    if text.count(b"[") + text.count(b"{") > 200_000:  # an empty list takes 80 bytes of memory
         raise damaged(path, "too many values are nested in one another", repair)
     try:
         value = json.loads(text.decode(), object_pairs_hook=no_duplicates)
@@ -337,40 +305,28 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointError:
     if not text:
         return CheckpointError(f"{path}: empty file", AGAIN)
-    if found := _by_content(path, text[:_HEAD_BYTES]):
+    if found := _other_file(path, text[:_HEAD_BYTES], "name", "head"):
         return found
     if text.lstrip().startswith(b"{") and not text.rstrip().endswith(b"}"):
         return CheckpointError(f"{path}: truncated: the JSON object has no end", AGAIN)
     return CheckpointError(f"{path}: {fault}", repair)
 
 
-# Folders
-
-
 def no_model(folder: Path) -> CheckpointError:
     """Return the error for a folder that is no checkpoint: what it is, and the path to give instead."""
     names = sorted(entry.name for entry in folder.iterdir())
-    weights = [folder / name for name in names if name.endswith(WEIGHTS)]
     for name in names:
         is_read = name == "config.json" or name.endswith((*WEIGHTS, ".index.json"))
         if is_read and (broken := broken_link(folder / name)):
             return broken
+    is_bare = not any(name == "config.json" or name.endswith(WEIGHTS) for name in names)
     if (folder / PIPELINE).is_file() and (parts := models_below(folder)):
         from weighin.units import format_bytes  # imports decimal, which few loads need
 
-        parts.sort(key=lambda name: -_weights_bytes(folder / name))
-        sizes = [f"{name} ({format_bytes(_weights_bytes(folder / name))})" for name in parts]
+        largest_first = parts.most_common()
+        sizes = [f"{name} ({format_bytes(size)})" for name, size in largest_first]
         what = f"a diffusers pipeline of {len(parts)} models: {one_line(', '.join(sizes))}"
-        repair = f"give one of them; the largest: {folder / parts[0]}"
-    elif ADAPTER in names:
-        base = object_in(folder / ADAPTER, MIB).get("base_model_name_or_path")
-        named = one_line(str(base), 100) if base else "a model that it does not name"
-        what = f"an adapter of {named}, not a whole model"
-        repair = (
-            "merge it into its base, and give the merged model's folder: merge_and_unload() of peft,"
-            " then save_pretrained(FOLDER)"
-        )
-        repair += f"; for the adapter alone: {weights[0]}" if weights else ""
+        repair = f"give one of them; the largest: {folder / largest_first[0][0]}"
     elif step := named_step(folder):
         tag, inner = step
         what = f"{tag.name} names the step {inner.name}, which is not here"
@@ -378,40 +334,33 @@ def no_model(folder: Path) -> CheckpointError:
         if inner.is_dir():
             what = f"its weights are in a step of a training run: {inner.name}"
             repair = f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}"
-    elif "modules.json" in names and not {"config.json", PIPELINE} & {*names}:
-        what = f"a sentence-transformers folder without {'a transformer' if weights else 'weights'}"
-        repair = f"give the file: {weights[0]}" if weights else "copy the whole folder"
-        if not weights and (parts := models_below(folder)):
-            what = f"a sentence-transformers folder of several parts: {one_line(few(parts))}"
-            repair = f"give the folder of one part: {folder / parts[0]}; load_pretrained loads all"
+    elif "modules.json" in names and is_bare and (parts := models_below(folder)):
+        what = f"a sentence-transformers folder of several parts: {one_line(few([*parts]))}"
+        first = folder / next(iter(parts))
+        repair = f"give the folder of one part: {first}; load_pretrained loads all"
     elif found := recognised("folder", "\n".join(names), folder):
         return found
     elif models := models_below(folder):
-        what = f"no config.json, but folders with models: {one_line(few(models))}"
-        repair = f"give one of them: {folder / models[0]}"
+        what = f"no config.json, but folders with models: {one_line(few([*models]))}"
+        repair = f"give one of them: {folder / next(iter(models))}"
     else:
         what = "not a checkpoint: no config.json, no index and no weights in it"
         repair = "give the checkpoint file itself, or a folder that save_pretrained or `weighin convert` made"
     return CheckpointError(f"{folder}: {what}", repair)
 
 
-def models_below(folder: Path) -> list[str]:
-    """Return the names of a folder's direct subfolders that contain files of weights."""
-    found = []
+def models_below(folder: Path) -> Counter[str]:
+    """Return the direct subfolders with weights, and their bytes: of .bin and .safetensors, the larger."""
+    found: Counter[str] = Counter()
     for inner in sorted(folder.iterdir()):
+        sizes: Counter[str] = Counter()
         with suppress(OSError):  # a file, or a folder that this user cannot read
-            if any(entry.name.endswith(WEIGHTS) for entry in inner.iterdir()):
-                found.append(inner.name)
+            for file in inner.iterdir():
+                if file.suffix in WEIGHTS:
+                    sizes[file.suffix] += file.stat().st_size if file.is_file() else 0
+        if sizes:
+            found[inner.name] = max(sizes.values())
     return found
-
-
-def _weights_bytes(folder: Path) -> int:
-    """Return the size of a folder's weights: of several suffixes (.bin, .safetensors), the largest set."""
-    sizes: Counter[str] = Counter()
-    for file in folder.iterdir():
-        if file.suffix in WEIGHTS and file.is_file():
-            sizes[file.suffix] += file.stat().st_size
-    return max(sizes.values(), default=0)
 
 
 def named_step(path: Path) -> tuple[Path, Path] | None:
@@ -427,37 +376,25 @@ def named_step(path: Path) -> tuple[Path, Path] | None:
     return None
 
 
-# Checkpoints that do not fit a model
-
-
 def misfit(
-    checkpoint: Path,
-    model: str,
-    problems: Mapping[str, Collection[str]],
-    reason: str = "",
-    *,
-    repair: str = "",
+    path: Path, model: str, keys: Mapping[str, Collection[str]], reason: str = "", repair: str = ""
 ) -> CheckpointError:
-    """Return the error for a checkpoint that does not fit a model.
-
-    ``problems`` maps each fault, such as "missing", to the keys with this fault, which the caller
-    shortens with ``plain``. ``reason`` replaces the list of keys if no key has a fault.
-    """
+    """Return the error for a checkpoint with ``keys`` that do not fit, by fault ("missing"); else for ``reason``."""
     faults = [
-        f"{len(names)} {what} ({first_names(names)})" for what, names in problems.items() if names
+        f"{len(names)} {what} ({first_names(names)})" for what, names in keys.items() if names
     ]
     return CheckpointError(
-        f"{checkpoint}: does not fit {model}, keys: {'; '.join(faults) or reason}",
+        f"{path}: does not fit {model}, keys: {'; '.join(faults) or reason}",
         repair or "choose the model that this checkpoint was saved from, or correct its arguments",
     )
 
 
-def selecting(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the advice to select the model's tensors by --key or strip_prefix, by shapes; else ""."""
+def selecting(stored: Collection[str], wanted: Collection[str]) -> str:
+    """Return the advice to select the model's tensors by --key or strip_prefix, by their names; else ""."""
     first = next(iter(wanted), "")
     for prefix in (name.removesuffix(first) for name in stored if name.endswith(f".{first}")):
-        inside = {n.removeprefix(prefix): one for n, one in stored.items() if n.startswith(prefix)}
-        if not first or inside != wanted:
+        inside = {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
+        if not first or inside != {*wanted}:
             continue
         if len(inside) == len(stored):
             return (

@@ -12,24 +12,23 @@ from weighin.stream.slices import Checkpoint, Slice
 from weighin.stream.torch_files import all_empty, is_beside_weights, no_key
 from weighin.text import first_names, plain, shown
 
+_TENSORIZER: Final = "tensorizer"  # which only the package of this name writes and reads
+
 SUFFIXES: Final = {
     "pt": ".pt", "pt_legacy": ".pth", "safetensors": ".safetensors", "sharded": "",
-    "sharded_pt": "", "dcp": "", "per_module": "", "per_param": "",
+    "sharded_pt": "", "dcp": "", "per_module": "", "per_param": "", _TENSORIZER: ".tensors",
 }  # fmt: skip
 """The suffix of a checkpoint of one file, by the format's name; empty if a checkpoint is a folder."""
 
-NAMES: Final = tuple(SUFFIXES)
-PICKLED: Final = ("pt", "pt_legacy")
-"""The formats of torch.save."""
+NAMES: Final = tuple(name for name in SUFFIXES if name != _TENSORIZER)
+PICKLED: Final = ("pt", "pt_legacy")  # the formats of torch.save
 READ_ONLY: Final = ("deepspeed_universal", "deepspeed", gguf_files.NAME)
 
-_TENSORIZER: Final = "tensorizer"  # which this package alone writes and reads
+_OF_A_FILE: Final = {"safetensors": safetensors_files.read, gguf_files.NAME: gguf_files.read}
 
 
 def suffix_of(name: str) -> str:
     """Return the suffix of a checkpoint in a format that weighin writes; empty for a folder."""
-    if name == _TENSORIZER:
-        return ".tensors"
     if name in SUFFIXES:
         return SUFFIXES[name]
     if name in READ_ONLY:
@@ -76,12 +75,11 @@ def _located(path: Path) -> tuple[str, Path]:
         name = folders.format_of(path) or zero.format_of(path)
         if not name and gguf_files.matches(path):
             name = gguf_files.NAME
-        step = foreign.named_step(path)
-        if not name and step and step[1].is_dir():
+        if name:
+            return name, path
+        if (step := foreign.named_step(path)) and step[1].is_dir():
             return _located(step[1])
-        if not name:
-            raise foreign.no_model(path)
-        return name, path
+        raise foreign.no_model(path)
     head = foreign.first_bytes(path)
     kinds = {
         gguf_files.NAME: gguf_files.is_file(path),  # by its magic number, whatever its suffix
@@ -107,17 +105,12 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
     key, prefix = selection.key, selection.strip_prefix
     if name in PICKLED:  # the key is one of nested dicts
         found, key = torch_files.read(path, key), ""
-    elif name == "safetensors":
-        found = safetensors_files.read(path)
-    elif name == gguf_files.NAME:
-        found = gguf_files.read(path)
+    elif name in _OF_A_FILE:
+        found = _OF_A_FILE[name](path)
     elif name.startswith("deepspeed"):
         found = zero.read(path, name)
     elif name == _TENSORIZER:
-        raise CheckpointError(
-            f"{path}: a file of tensorizer's format, which only the package tensorizer reads",
-            "give the checkpoint from which this file was made",
-        )
+        raise foreign.unknown(path, foreign.check_present(path))
     else:
         found = folders.read(path, name, key)
     found.format = name
@@ -127,23 +120,19 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
             raise no_key(path, key, [one.name.partition(".")[0] for one in found])
         found = inside
     if prefix:
-        found = _stripped(path, found, prefix if prefix.endswith(".") else f"{prefix}.")
+        start = prefix if prefix.endswith(".") else f"{prefix}."
+        if not any(one.name.startswith(start) for one in found):
+            names = first_names(plain(one.name) for one in found)
+            what = f"no tensor's name begins with {shown(start)}"
+            raise CheckpointError(f"{path}: {what}", f"the tensors in the file are called: {names}")
+        found = found.without(start)
+        if len({one.name for one in found}) != len(found):
+            what = f"two tensors would have the same name without the prefix {shown(start)}"
+            way = "leave strip_prefix out, or convert the checkpoint with your own code"
+            raise CheckpointError(f"{path}: {what}", way)
     if found and not any(one.nbytes for one in found) and is_beside_weights(path):
         raise all_empty(path)
     return found
-
-
-def _stripped(path: Path, found: Checkpoint, prefix: str) -> Checkpoint:
-    renamed = found.without(prefix)
-    if not any(one.name.startswith(prefix) for one in found):
-        what = f"no tensor's name begins with {shown(prefix)}"
-        names = first_names(plain(one.name) for one in found)
-        raise CheckpointError(f"{path}: {what}", f"the tensors in the file are called: {names}")
-    if len({one.name for one in renamed}) != len(renamed):
-        what = f"two tensors would have the same name without the prefix {shown(prefix)}"
-        way = "leave strip_prefix out, or convert the checkpoint with your own code"
-        raise CheckpointError(f"{path}: {what}", way)
-    return renamed
 
 
 def refuse_empty(path: Path, slices: Sequence[Slice]) -> None:

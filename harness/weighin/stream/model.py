@@ -230,20 +230,14 @@ def _record(
             ) from error
         with log.recording():
             own = model.state_dict(keep_vars=True)
-        stored = {one.name: one.shape for one in slices} | dict.fromkeys(values, ())
+        stored = dict.fromkeys([one.name for one in slices] + [*values])
         problems = {
             "missing": own.keys() - stored.keys(),
             "unexpected": stored.keys() - own.keys(),
             "of another shape": set(_MISFIT.findall(str(error))),
         }
         by_fault = {fault: sorted(map(plain, names)) for fault, names in problems.items()}
-        shapes = {
-            name: tuple(one.shape)
-            if isinstance(one, torch.Tensor) and not nn.parameter.is_lazy(one)
-            else ()
-            for name, one in own.items()
-        }
-        repair = selecting(stored, shapes)
+        repair = selecting(stored, own)
         raise misfit(path, "this model", by_fault, str(error), repair=repair) from error
 
 

@@ -166,7 +166,7 @@ def parts_with_weights(folder: Path) -> list[str]:
     content = json_in(folder / "modules.json", MIB)
     listed = content if isinstance(content, list) else []
     places = [part.get("path") for part in listed if isinstance(part, dict)]
-    inner = foreign.models_below(folder) if places else []
+    inner = [*foreign.models_below(folder)] if places else []
     return [place for place in places if place in inner]
 
 
