@@ -149,7 +149,7 @@ def test_chunks_that_are_no_list_are_refused(ours: Path, chunks: object) -> None
         formats.read(ours)
 
 
-def test_the_advice_names_the_index_in_a_list(ours: Path) -> None:
+def test_the_advice_names_the_outer_key_of_a_list(ours: Path) -> None:
     def harm(metadata: Metadata) -> None:
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         tensors["models.1.w"] = tensors.pop("b")
@@ -161,7 +161,7 @@ def test_the_advice_names_the_index_in_a_list(ours: Path) -> None:
     change(ours, harm)
     with pytest.raises(CheckpointError) as caught:
         formats.read(ours)
-    assert caught.value.repair.startswith("select the weights: --key models.1 (280 B); ")
+    assert caught.value.repair.startswith("select the weights: --key models (280 B); ")
     assert [one.name for one in formats.read(ours, Selection("models.1"))] == ["w"]
 
 

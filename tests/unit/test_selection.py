@@ -158,11 +158,9 @@ def test_a_key_never_selects_a_module(tmp_path: Path) -> None:
     assert "torch.save(model.state_dict(), ...)" in error.repair
 
 
-def test_a_selection_keeps_the_versions_of_modules_and_the_notes() -> None:
+def test_a_selection_keeps_the_versions_of_modules() -> None:
     slices = Checkpoint()
     slices.metadata = {"": {"version": 1}, "module": {"version": 2}, "module.norm": {"version": 3}}
-    slices.notes = ("contradicts its shards",)
     for only in (True, False):
         found = slices.without("module.", only=only)
         assert found.metadata == {"": {"version": 2}, "norm": {"version": 3}}
-        assert found.notes == slices.notes

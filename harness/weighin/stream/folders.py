@@ -18,14 +18,13 @@ elsewhere, because Hugging Face's cache uses links, and only the folder's owner 
 
 ``sharded`` is read as ``from_pretrained`` reads it: the tensors are those in the shards, even if the
 index lists others. But weighin refuses two shards with different values for one tensor, of which
-``from_pretrained`` silently takes the later. ``weighin.order`` in the index's metadata lists the state
-dict's names where ``weight_map`` differs from them.
+``from_pretrained`` silently takes the later.
 """
 
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import chain, combinations
@@ -34,20 +33,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.stream import pickles, safetensors_files, torch_files
-from weighin.stream.foreign import (
-    broken_link,
-    damaged,
-    map_late,
-    no_duplicates,
-    read_object,
-    truncated,
-    unreadable,
-)
+from weighin.stream import foreign, pickles, safetensors_files, torch_files
 from weighin.stream.pickles import Named, Opaque
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, are_equal, is_sizes, row_major
 from weighin.stream.torch_files import with_key
-from weighin.text import first_names, plain, shown
+from weighin.text import shown
 
 Shape = tuple[int, ...]
 
@@ -64,12 +54,9 @@ SHARD_INDEXES: Final = {
 }
 """The names of an index in a folder: of transformers, under which weighin writes, and of diffusers."""
 DCP_INDEX: Final = ".metadata"
-MAX_SHARD_BYTES: Final = 5 * 1024**3
-"""The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""
+MAX_SHARD_BYTES: Final = 5 * 1024**3  # Hugging Face's default is 5 GB
 
 _ANY_INDEX: Final = {"sharded": "safetensors", "sharded_pt": "bin"}
-_HEAD_BYTES: Final = 4096  # of an index.json, in which its format stands
-_ORDER: Final = "weighin.order"
 _SHARDS_AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), or weighin convert"
 
 
@@ -81,7 +68,7 @@ def format_of(path: Path) -> str:
         return "dcp"
     try:
         with (path / INDEX_NAME).open("rb") as file:
-            head = file.read(_HEAD_BYTES)
+            head = file.read(4096)  # where the format stands
     except OSError:
         return ""
     is_module = re.search(rb'"format"\s*:\s*"per_module"', head)
@@ -91,11 +78,8 @@ def format_of(path: Path) -> str:
 def read(path: Path, name: str, key: str = "") -> Checkpoint:
     """Return the tensors of a checkpoint in the format ``name``, in the state dict's order."""
     if index := _shard_index(path, name):
-        found = _read_shards(index, name)
-    else:
-        found = _read_dcp(path, key) if name == "dcp" else _read_keys(path / INDEX_NAME, name)
-    found.format = name
-    return found
+        return _read_shards(index, name)
+    return _read_dcp(path, key) if name == "dcp" else _read_keys(path / INDEX_NAME, name)
 
 
 def _shard_index(path: Path, name: str) -> Path | None:
@@ -114,7 +98,7 @@ def _file(index: Path, name: object, key: str, repair: str) -> Path:
     file = index.parent / name
     if not os.path.isfile(file):  # noqa: PTH113 (False for an impossible name)
         what = f"the file {shown(name)}, which holds {shown(key)}, is missing"
-        raise broken_link(file) or CheckpointError(f"{index}: {what}", repair)
+        raise foreign.broken_link(file) or CheckpointError(f"{index}: {what}", repair)
     return file
 
 
@@ -131,70 +115,35 @@ def _contents(
         if not isinstance(name, str) or name not in files:
             files[name] = _file(index, name, key, repair)
         keys.setdefault(files[name], []).append(key)
-    stored = map_late(lambda file: read_file(file, keys[file]), keys)
+    stored = foreign.map_late(lambda file: read_file(file, keys[file]), keys)
     yield from zip(keys, keys.values(), stored, strict=True)
 
 
-def _names_all(order: Any, names: Iterable[str]) -> bool:
-    """Tell whether a list from an index has each of the names, once."""
-    are_texts = isinstance(order, list) and all(isinstance(name, str) for name in order)
-    return are_texts and sorted(order) == sorted(names)
-
-
-# Shards of Hugging Face
-
-
 def _read_shards(index: Path, fmt: str) -> Checkpoint:
-    content = read_object(index, _SHARDS_AGAIN)
-    weight_map, metadata = content.get("weight_map"), content.get("metadata")
+    content = foreign.read_object(index, _SHARDS_AGAIN)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise damaged(index, "no 'weight_map'", _SHARDS_AGAIN)
+        raise foreign.damaged(index, "no 'weight_map'", _SHARDS_AGAIN)
     read_shard = safetensors_files.read if fmt == "sharded" else torch_files.read
     places: dict[str, Slice] = {}
-    files, odd, notes = [index], dict[str, None](), list[str]()
-    missing = f"add the missing file, or {_SHARDS_AGAIN}"
+    files, missing = [index], f"add the missing file, or {_SHARDS_AGAIN}"
     for file, _, stored in _contents(index, weight_map, lambda one, _: read_shard(one), missing):
         files.append(file)
-        # A tied name of safetensors is not in the map; its tensor has the offset of a name in the map.
-        listed = {one.offset for one in stored if weight_map.get(one.name) == file.name}
         for one in stored:
-            other = places.setdefault(one.name, one)
-            if other is not one:
-                _check_equal(one, other)
-            is_tied = fmt == "sharded" and one.name not in weight_map and one.offset in listed
-            if other is not one or not (is_tied or weight_map.get(one.name) == file.name):
-                odd[one.name] = None
-    order = metadata.get(_ORDER) if isinstance(metadata, dict) else None
-    if order is not None and not _names_all(order, places):
-        what = f"{_ORDER} is not a list of the checkpoint's tensor names"
-        raise CheckpointError(f"{index}: {what}", _SHARDS_AGAIN)
-    names = dict.fromkeys(order or [*weight_map, *places])
+            if (other := places.setdefault(one.name, one)) is one:
+                continue
+            alike = one.shape == other.shape and one.contiguous and other.contiguous
+            if not (alike and are_equal(one, other)):
+                raise CheckpointError(
+                    f"{file}: {shown(one.name)} is also in shard {other.file.name!r}, with other values",
+                    "decide which values are right, and write the shards again without the other tensor;"
+                    f" from_pretrained takes the values in {max(one.file.name, other.file.name)}",
+                )
+    names = dict.fromkeys([*weight_map, *places])
     found = Checkpoint(places[name] for name in names if name in places)
     found.files = tuple(files)
-    if odd:
-        notes.append(f"{index}: contradicts its shards, which count, in {_keys(odd)}")
-    if absent := [name for name in weight_map if name not in places]:
-        notes.append(f"{index}: lists what is in no shard: {_keys(absent)}")
-    found.notes = tuple(notes)
     return found
 
-
-def _keys(names: Collection[str]) -> str:
-    return f"{len(names)} key{'s' * (len(names) > 1)} ({first_names(map(plain, names))})"
-
-
-def _check_equal(one: Slice, other: Slice) -> None:
-    comparable = one.shape == other.shape and one.contiguous and other.contiguous
-    if not (comparable and are_equal(one, other)):
-        what = f"{shown(one.name)} is also in shard {other.file.name!r}, with other values"
-        later = f"from_pretrained takes the values in {max(one.file.name, other.file.name)}"
-        repair = (
-            "decide which values are right, and write the shards again without the other tensor"
-        )
-        raise CheckpointError(f"{one.file}: {what}", f"{repair}; {later}")
-
-
-# One file for each key or module
 
 _UNSAFE: Final = re.compile(rb"[^A-Za-z0-9_.\-]")
 _LONGEST_NAME: Final = 200  # file systems allow 255 bytes
@@ -219,23 +168,23 @@ def module_of(key: str) -> str:
 
 def _read_keys(path: Path, fmt: str) -> Checkpoint:
     again = f"convert the checkpoint again: weighin convert CHECKPOINT OUT --format {fmt}"
-    index = read_object(path, again)
+    index = foreign.read_object(path, again)
     if (index.get("format"), index.get("version")) != (fmt, INDEX_VERSION):
         what = f"not an index of the format {fmt} in version {INDEX_VERSION}"
         raise CheckpointError(f"{path}: {what}", again)
     try:
         pairs = [*index["tensors"].items()] if fmt == "per_param" else []
         pairs += [(key, name) for name, keys in index.get("files", {}).items() for key in keys]
-        homes, shared = no_duplicates(pairs), index["shared"].items()
+        homes = foreign.no_duplicates(pairs)
         order = index.get("order", [*homes])
-        is_whole = bool(homes) and _names_all(order, homes)
+        is_whole = {*map(type, [*homes, *order])} == {str} and sorted(order) == sorted(homes)
     except (AttributeError, KeyError, TypeError):
         is_whole = False
     except ValueError as error:
-        raise damaged(path, f"{error}", again) from None
+        raise foreign.damaged(path, f"{error}", again) from None
     if not is_whole:
         fields = " and ".join(map(repr, INDEX_FIELDS[fmt]))
-        raise damaged(path, f"{fields} must name each tensor exactly once", again)
+        raise foreign.damaged(path, f"{fields} must name each tensor exactly once", again)
 
     def read_file(file: Path, keys: Sequence[str]) -> Iterable[Slice]:
         if fmt == "per_module":
@@ -251,17 +200,10 @@ def _read_keys(path: Path, fmt: str) -> Checkpoint:
             raise CheckpointError(f"{file}: {what}", again)
         places |= {one.name: one for one in stored}
         files.append(file)
-    for key, first in shared:
-        one, other = places.get(key), places.get(first) if isinstance(first, str) else None
-        if one is None or other is None or one.place != other.place:
-            what = f"{shown(key)} is tied to {shown(first)} but stored elsewhere"
-            raise CheckpointError(f"{path}: {what}", again)
     found = Checkpoint(places[key] for key in order)
     found.files = tuple(sorted(files))
     return found
 
-
-# torch.distributed.checkpoint
 
 _DCP_AGAIN: Final = (
     "save it again with torch.distributed.checkpoint.save; if torch.distributed.checkpoint.load cannot"
@@ -279,67 +221,50 @@ _KNOWN: Final = re.compile(
     r"|pathlib\.(_local\.)?(Posix|Windows)Path|collections\.OrderedDict"
     r"|builtins\.getattr"  # Python 3.11.0 to 3.11.3 pickles enum members with getattr
 )
-_DEEPEST: Final = 5  # parts of a path in nested dicts
 _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
 
 
 def _read_dcp(folder: Path, key: str) -> Checkpoint:
     """Return all tensors, or those below ``key``; torch flattens nested dicts into dotted names."""
     path = folder / DCP_INDEX
-    metadata = _dcp_metadata(path)
+    try:
+        with path.open("rb") as file:
+            pickled = pickles.load(path, file, resave=_DCP_AGAIN)
+    except OSError as error:
+        raise foreign.unreadable(path, error) from error
+    if odd := [name for name in pickled.names if not _KNOWN.fullmatch(name)]:
+        what = "the pickle holds more than tensors, and weighin did NOT execute it: it refers to"
+        raise CheckpointError(f"{path}: {what} {odd[0]}", f"if you trust the folder, {_MERGE}")
+    metadata = _fields(pickled.value)
     tensors, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not (isinstance(tensors, dict) and isinstance(stored, dict) and tensors):
-        raise damaged(path, "it has no tensors or no offsets", _DCP_AGAIN)
-    places: dict[object, dict[Any, Any]] = {}  # of the blocks of each tensor
+        raise foreign.damaged(path, "it has no tensors or no offsets", _DCP_AGAIN)
+    places: dict[tuple[str, Shape], Any] = {}  # of the blocks of each tensor
     for index, place in stored.items():
         name, start = _fields(index).get("fqn"), _fields(index).get("offset")
         if isinstance(name, str) and is_sizes(start):
-            places.setdefault(name, {})[tuple(start)] = _fields(place)
+            places[name, tuple(start)] = _fields(place)
     found, values = Checkpoint(), dict[str, object]()
     archives: dict[tuple[str, int], Slice] = {}
     paths: Any = metadata.get("planner_data")  # the keys of each tensor in nested dicts
     sizes = Counter[str]()  # of the state dicts in nested dicts, but those of optimizers
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise damaged(path, f"a key is not a string: {shown(name)}", _DCP_AGAIN)
+            raise foreign.damaged(path, f"a key is not a string: {shown(name)}", _DCP_AGAIN)
         if key and not name.startswith(f"{key}."):
             continue
-        if _class_of(tensor) == "BytesStorageMetadata":
+        if isinstance(tensor, Opaque) and tensor.kind.endswith(".BytesStorageMetadata"):
             values[name] = Opaque("pickled object")
             continue
-        found.append(_dcp_tensor(path, name, tensor, places.get(name, {}), archives))
+        found.append(_dcp_tensor(path, name, tensor, places, archives))
         keys: Any = paths.get(name) if isinstance(paths, dict) else None
-        # A part is the key in a dict or the index in a list; to print another value may take for ever.
-        is_path = isinstance(keys, tuple) and 1 < len(keys) <= _DEEPEST
-        if is_path and all(isinstance(one, str | int) for one in keys):
-            inside = ".".join(one if isinstance(one, str) else shown(one) for one in keys[:-1])
-            sizes[inside] += 0 if "optim" in inside.lower() else found[-1].nbytes
+        if isinstance(keys, tuple) and len(keys) > 1 and isinstance(keys[0], str):
+            sizes[keys[0]] += 0 if "optim" in keys[0].lower() else found[-1].nbytes
     if values and not key and (way := with_key(sizes)):
         what = f"not a flat state dict of tensors: {shown(next(iter(values)))} is not a tensor"
         raise CheckpointError(f"{path}: {what}", way)
     found.values, found.files = values, (path, *sorted(folder.glob("*.distcp")))
     return found
-
-
-def _dcp_metadata(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            pickled = pickles.load(path, file, resave=_DCP_AGAIN)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    for name in pickled.names:
-        if not _KNOWN.fullmatch(name):
-            what = (
-                "the pickle holds more than tensors, and weighin did NOT execute it: it refers to"
-            )
-            raise CheckpointError(f"{path}: {what} {name}", f"if you trust the folder, {_MERGE}")
-    if _class_of(pickled.value) not in ("Metadata", "MCoreMetadata"):
-        raise CheckpointError(f"{path}: not metadata of torch.distributed.checkpoint", _DCP_AGAIN)
-    return _fields(pickled.value)
-
-
-def _class_of(value: object) -> str:
-    return value.kind.rpartition(".")[2] if isinstance(value, Opaque) else ""
 
 
 def _fields(value: Any) -> Any:
@@ -349,19 +274,18 @@ def _fields(value: Any) -> Any:
 
 
 def _dcp_tensor(
-    path: Path, key: str, tensor: Any, places: Mapping[Shape, Any], archives: dict[Any, Slice]
+    path: Path, key: str, tensor: Any, places: Mapping[Any, Any], archives: dict[Any, Slice]
 ) -> Slice:
     try:
         fields = _fields(tensor)
         chunks = fields["chunks"] if isinstance(fields["chunks"], list) else []
         blocks = [(one["offsets"], one["sizes"]) for one in map(_fields, chunks)]
         shape, dtype = fields["size"], fields["properties"].contents[-1][0]
-        is_tensor = _class_of(tensor) == "TensorStorageMetadata" and isinstance(dtype, Named)
-        is_tensor = is_tensor and all(map(is_sizes, chain([shape], *blocks)))
+        is_tensor = isinstance(dtype, Named) and all(map(is_sizes, chain([shape], *blocks)))
     except (AttributeError, LookupError, TypeError):
         is_tensor = False
     if not is_tensor:
-        raise damaged(path, f"{shown(key)} is not described as a tensor", _DCP_AGAIN)
+        raise foreign.damaged(path, f"{shown(key)} is not described as a tensor", _DCP_AGAIN)
     if (kind := dtype.name.removeprefix("torch.")) not in ITEM_BYTES:
         raise CheckpointError(
             f"{path}: {shown(key)} has the dtype torch.{kind}; weighin does not read this dtype",
@@ -371,25 +295,19 @@ def _dcp_tensor(
     _check_tiles(path, key, shape, blocks)
     parts = []
     for start, size in blocks:
-        place = places.get(start, {})
-        if place.get("transform_descriptors"):
-            what = f"{shown(key)} was transformed (compressed) when saved"
-            raise CheckpointError(f"{path}: {what}", _MERGE)
+        place = places.get((key, start), {})
         name, offset, length = map(place.get, ("relative_path", "offset", "length"))
         if not (isinstance(name, str) and is_sizes((offset, length))):
-            raise damaged(path, f"no valid offset of {shown(key)} at {start}", _DCP_AGAIN)
+            raise foreign.damaged(path, f"no valid offset of {shown(key)} at {start}", _DCP_AGAIN)
         if (name, offset) not in archives:
             file = _file(path, name, key, _DCP_AGAIN)
             if offset + length > (file_bytes := file.stat().st_size):
-                raise truncated(file, shown(key), offset + length, file_bytes)
+                raise foreign.truncated(file, shown(key), offset + length, file_bytes)
             archives[name, offset] = torch_files.read_one(file, key, offset, length)
         where = replace(archives[name, offset], name=key, start=start)
         if (where.shape, where.dtype_name) != (size, kind):
-            what = (
-                f"{shown(key)} has the shape {where.shape} and the dtype torch.{where.dtype_name}"
-            )
-            what = f"{what} here, but {size} and torch.{kind} in {DCP_INDEX}"
-            raise CheckpointError(f"{where.file}: {what}", _DCP_AGAIN)
+            what = f"{where.shape} of torch.{where.dtype_name} here, but {size} of torch.{kind} in {DCP_INDEX}"
+            raise CheckpointError(f"{where.file}: {shown(key)} has the shape {what}", _DCP_AGAIN)
         parts.append(where)
     if len(parts) == 1:
         return replace(parts[0], start=())
@@ -402,7 +320,7 @@ def _check_tiles(path: Path, key: str, shape: Shape, blocks: Sequence[tuple[Shap
         fits = len(start) == len(size) == len(shape)
         if not fits or any(at + n > end for at, n, end in zip(start, size, shape, strict=True)):
             what = f"the part of {shown(key)} at {start} is outside the shape {shape}"
-            raise damaged(path, what, _DCP_AGAIN)
+            raise foreign.damaged(path, what, _DCP_AGAIN)
     if len(blocks) > _MOST_BLOCKS:
         raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", _MERGE)
     solid = [block for block in blocks if prod(block[1])]
@@ -410,6 +328,6 @@ def _check_tiles(path: Path, key: str, shape: Shape, blocks: Sequence[tuple[Shap
         pairs = zip(start, size, other, others, strict=True)
         if all(a < b + n and b < a + m for a, m, b, n in pairs):
             what = f"the parts of {shown(key)} at {start} and {other} overlap"
-            raise damaged(path, what, _DCP_AGAIN)
+            raise foreign.damaged(path, what, _DCP_AGAIN)
     if not blocks or sum(prod(size) for _, size in solid) != prod(shape):  # without an overlap
-        raise damaged(path, f"the parts of {shown(key)} leave a gap in {shape}", _DCP_AGAIN)
+        raise foreign.damaged(path, f"the parts of {shown(key)} leave a gap in {shape}", _DCP_AGAIN)

@@ -7,8 +7,7 @@
     the rest  the tensors' bytes, without gaps; data_offsets count from here
 
 The format has no shared tensors. The further names of a tied tensor are in ``__metadata__`` as {name:
-first name}, as Hugging Face's ``save_model`` writes them; other programs see only the first names. If
-tied names are not at the end of the state dict, the metadata's ``weighin.order`` lists all names.
+first name}, as Hugging Face's ``save_model`` writes them; other programs see only the first names.
 """
 
 import json
@@ -39,7 +38,6 @@ size of such a tensor's shape counts numbers, not elements."""
 
 METADATA: Final = "__metadata__"
 FORMAT: Final = "format"  # {"format": "pt"} names the writing library; it is not a tied name
-ORDER: Final = "weighin.order"
 
 _PARTS: Final = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint.HuggingFaceStorageWriter
 _LATER: Final = re.compile(r'"saved_offsets":\s*\[[^\[\]]*[1-9]')
@@ -52,15 +50,15 @@ _MOST_ITEMS: Final = 2_000_000
 
 
 def read(path: Path) -> Checkpoint:
-    """Return all tensors' offsets, in the order of ``weighin.order`` or the header."""
+    """Return all tensors' offsets, in the order of the header; tied names come last."""
     text, file_bytes = _header(path)
     entries = _parsed(path, text)
     metadata: Any = entries.pop(METADATA, None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict):
-        raise _damaged(path, f"{METADATA} is not a JSON object of strings")
+        raise foreign.damaged(path, f"{METADATA} is not a JSON object of strings")
     if odd := [key for key, value in metadata.items() if not isinstance(value, str)]:
-        raise _damaged(path, f"{METADATA}: {shown(odd[0])} is not a string")
+        raise foreign.damaged(path, f"{METADATA}: {shown(odd[0])} is not a string")
     start = 8 + len(text)
     slices = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
     at, before = start, "the header"
@@ -68,12 +66,12 @@ def read(path: Path) -> Checkpoint:
         if one.offset != at:
             fault = "overlaps" if one.offset < at else "leaves a gap after"
             what = f"tensor {shown(one.name)} at byte {one.offset:,} {fault} {before}"
-            raise _damaged(path, what)
+            raise foreign.damaged(path, what)
         at, before = at + one.storage_bytes, f"tensor {shown(one.name)}"
         if at > file_bytes:
             raise foreign.truncated(path, before, at, file_bytes)
     if at != file_bytes:
-        raise _damaged(path, f"{file_bytes - at:,} bytes after {before} belong to no tensor")
+        raise foreign.damaged(path, f"{file_bytes - at:,} bytes after {before} belong to no tensor")
     parts = metadata.get(_PARTS)
     # The first rank's parts begin at 0, as whole tensors do: only the file's name tells them apart.
     if parts is not None and (_LATER.search(parts) or not _WHOLE.fullmatch(path.name)):
@@ -84,19 +82,10 @@ def read(path: Path) -> Checkpoint:
             " each tensor}) in torch.distributed.checkpoint._consolidate_hf_safetensors",
         )
     for name, first in metadata.items():
-        if name not in entries and first in entries and name not in {FORMAT, ORDER}:
+        if name not in entries and first in entries and name != FORMAT:
             slices[name] = replace(slices[first], name=name)
-    order: Any = list(slices)
-    if ORDER in metadata:
-        try:
-            order = json.loads(metadata[ORDER])
-        except (ValueError, RecursionError):
-            order = None
-        fits = isinstance(order, list) and all(isinstance(name, str) for name in order)
-        if not fits or sorted(order) != sorted(slices):
-            raise _damaged(path, f"{METADATA}: {ORDER} is not a list of the file's tensor names")
-    found = Checkpoint(slices[name] for name in order)
-    found.format, found.files = "safetensors", (path,)
+    found = Checkpoint(slices.values())
+    found.files = (path,)
     return found
 
 
@@ -130,11 +119,8 @@ def _header(path: Path) -> tuple[bytes, int]:
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
-    """Return the header as a dict, with a tuple (dtype, shape, offsets) for each well-formed tensor.
-
-    The garbage collector keeps no track of these tuples: with 20,000 dicts, its passes take longer
-    than the header.
-    """
+    """Return the header as a dict, with a tuple (dtype, shape, offsets) for each well-formed tensor."""
+    # The garbage collector keeps no track of tuples: with 20,000 dicts, it takes longer than the header.
 
     def fields(pairs: list[tuple[str, Any]]) -> Any:
         found = foreign.no_duplicates(pairs)
@@ -147,16 +133,16 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
         entries = json.loads(text.decode(), object_pairs_hook=fields)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise _damaged(path, f"the header is not JSON: {reason}") from error
+        raise foreign.damaged(path, f"the header is not JSON: {reason}") from error
     if not isinstance(entries, dict):
-        raise _damaged(path, "the header is not a JSON object of tensors")
+        raise foreign.damaged(path, "the header is not a JSON object of tensors")
     return entries
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Slice:
     if not isinstance(entry, tuple):
         what = "needs a text as dtype, and lists as shape and data_offsets"
-        raise _damaged(path, f"tensor {shown(name)} {what}")
+        raise foreign.damaged(path, f"tensor {shown(name)} {what}")
     dtype, shape, offsets = entry
     if dtype not in DTYPES:
         whose = "torch does not have" if dtype.startswith("F6_") else "weighin does not know"
@@ -178,10 +164,6 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Slice:
         what = (
             f"{dtype} of shape {short([*shape])} at the offsets {short([*offsets])} is impossible"
         )
-        raise _damaged(path, f"tensor {shown(name)}: {what}")
+        raise foreign.damaged(path, f"tensor {shown(name)}: {what}")
     at, size = data_start + offsets[0], offsets[1] - offsets[0]
     return Slice(name, own, row_major(own), kind, path, at, at, size)
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}", foreign.RESAVE)

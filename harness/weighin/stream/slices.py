@@ -137,14 +137,12 @@ class Checkpoint(list[Slice]):
         metadata: the version metadata of each module by its name, for ``load_state_dict``; None if the
             format does not store them.
         values: the state dict's other values by name, such as an extra state: records of ``pickles``.
-        notes: sentences on contradictions between the files that do not change the result of a load.
     """
 
     format: str = ""
     files: "tuple[Path, ...]" = ()
     metadata: Mapping[str, Mapping[str, object]] | None = None
     values: Mapping[str, object] = MappingProxyType({})
-    notes: tuple[str, ...] = ()
 
     @property
     def only_tensors(self) -> bool:

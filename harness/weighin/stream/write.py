@@ -11,11 +11,10 @@ import json
 import os
 import pickle
 import struct
-import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -28,8 +27,7 @@ from weighin.errors import ConfigError, FormatLimit, extra
 from weighin.files import sync, write_bytes, write_text
 from weighin.stream import folders
 from weighin.stream.folders import DCP_INDEX, INDEX_FIELDS, INDEX_NAME, INDEX_VERSION, file_name
-from weighin.stream.foreign import MOST_HEADER_BYTES
-from weighin.stream.safetensors_files import DTYPES, FORMAT, METADATA, ORDER, PACKED
+from weighin.stream.safetensors_files import DTYPES, FORMAT, METADATA, PACKED
 from weighin.stream.slices import Pieces, Plans, TensorPlan, dtype_name
 from weighin.stream.torch_files import MAGIC, VERSION
 from weighin.text import shown
@@ -37,7 +35,6 @@ from weighin.text import shown
 WRITERS: Final = 2  # threads: one computes while the other waits for the disk
 DCP_DATA: Final = "__0_0.distcp"
 
-_SYNC_EVERY_BYTES: Final = 128 * 1024 * 1024
 _DESCRIPTOR: Final = b"PK\x07\x08"  # the magic number of the data descriptor after a record
 _ALIGNMENT: Final = 64  # bytes: the data begin at a cache line, as in torch.save
 _MOST_PT_TENSORS: Final = 60_000  # ``pickles`` reads some 70,000
@@ -56,14 +53,9 @@ def write(
 ) -> None:
     """Write a checkpoint in the format ``fmt`` to ``target``, a path that does not exist yet.
 
-    ``write`` calls ``pieces`` for each tensor that is not tied to an earlier one, and needs memory for
-    a few pieces (tensorizer: for the largest tensor). At the end, the files are synced and dropped from
-    the page cache. If ``pieces`` is None, the values stay holes, which read as zeros.
-
-    Raises:
-        ConfigError: the format does not allow a tensor's dtype or name.
-        FormatLimit: there are more tensors than the format, or weighin's reader of it, allows.
-        ValueError: the pieces of a tensor together have another size than the tensor.
+    Takes memory for a few pieces (tensorizer: for the largest tensor). At the end, the files are synced and
+    dropped from the page cache. If ``pieces`` is None, the values stay holes, which read as zeros. Raises
+    ConfigError for a dtype or name that the format does not allow, and FormatLimit for too many tensors.
     """
     values = _Values(pieces)
     if fmt in _WRITE:
@@ -75,9 +67,6 @@ def write(
 def _stored(tensors: Plans) -> list[TensorPlan]:
     """Return the tensors that are not tied to an earlier one."""
     return [plan for plan in tensors if plan.shared_with is None]
-
-
-# Holes
 
 
 class _Hole(NamedTuple):
@@ -107,10 +96,9 @@ class _Values:
     def fill(self, path: Path, holes: Iterable[_Hole]) -> None:
         if self.pieces is None:
             return
-        pieces, unsynced, lock = self.pieces, 0, threading.Lock()
+        pieces = self.pieces
 
         def fill(hole: _Hole) -> None:
-            nonlocal unsynced
             at, crc = 0, 0
             for piece in pieces(hole.name):
                 data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
@@ -120,12 +108,6 @@ class _Values:
                 _write_all(descriptor, data, hole.start + at)
                 at += len(data)
                 crc = zlib.crc32(data, crc) if hole.crc_places else 0
-                with lock:
-                    unsynced += len(data)
-                    if is_due := unsynced >= _SYNC_EVERY_BYTES:
-                        unsynced = 0
-                if is_due:
-                    drop_written(descriptor)
             if at != hole.size:
                 what = f"{at} bytes or more were given for a tensor whose size is"
                 raise ValueError(f"{hole.name!r}: {what} {hole.size} bytes")
@@ -144,24 +126,16 @@ def drop_written(descriptor: int) -> None:
 
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
-    """Run all jobs on ``WRITERS`` threads; the first error cancels all unstarted jobs."""
+    """Run all jobs on ``WRITERS`` threads; an error cancels all unstarted jobs."""
     with ThreadPoolExecutor(WRITERS) as pool:
-        futures = [pool.submit(job) for job in jobs]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            future.cancel()
-    for future in futures:
-        if not future.cancelled():
-            future.result()
+        for _ in pool.map(lambda job: job(), jobs):
+            pass  # raises the error of a job
 
 
 def _write_all(descriptor: int, data: memoryview, at: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, at)
         data, at = data[written:], at + written
-
-
-# Files of torch.save
 
 
 def _blanks(tensors: Plans) -> dict[str, torch.Tensor]:
@@ -236,9 +210,6 @@ def _write_legacy(target: Path, tensors: Plans, values: _Values) -> None:
     values.write(target, at, fixed, holes)
 
 
-# safetensors
-
-
 def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
     """Write the widest elements first, so that all are aligned; the header keeps the order."""
     stored, names = _stored(tensors), [plan.name for plan in tensors]
@@ -248,14 +219,11 @@ def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
     for plan in sorted(stored, key=lambda plan: -plan.dtype.itemsize):
         begins[plan.name] = at
         at += plan.nbytes
-    if reserved := [*({FORMAT, ORDER} & ties.keys()), *({METADATA} & {*names})]:
-        what = f"a tensor has the name {reserved[0]!r}, which is reserved in the header"
+    if reserved := ({METADATA} & {*names}) | ({FORMAT} & ties.keys()):
+        what = f"a tensor has the name {min(reserved)!r}, which is reserved in the header"
         raise ConfigError(what, _AS_PT)
-    metadata = {FORMAT: "pt", **ties}
-    if ties and names[-len(ties) :] != list(ties):
-        metadata[ORDER] = json.dumps(names)
     kinds = {torch_name: name for name, torch_name in DTYPES.items()}
-    header: dict[str, Any] = {METADATA: metadata}
+    header: dict[str, Any] = {METADATA: {FORMAT: "pt", **ties}}
     for plan in stored:
         kind = dtype_name(plan.dtype)
         if kind not in kinds or (not plan.shape and kind in PACKED):
@@ -270,28 +238,19 @@ def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    if len(text) > MOST_HEADER_BYTES:
-        what = f"the header of {len(stored):,} tensors takes {len(text):,} bytes, but safetensors allows"
-        repair = "write several files: weighin convert CHECKPOINT OUT --format sharded"
-        raise ConfigError(f"{what} {MOST_HEADER_BYTES:,}", repair)
     head = len(text).to_bytes(8, "little") + text
     holes = [_Hole(plan.name, len(head) + begins[plan.name], plan.nbytes) for plan in stored]
     values.write(target, len(head) + at, {0: head}, holes)
 
 
-# Folders
-
-
 def _write_folder(
     fmt: str, target: Path, tensors: Plans, values: _Values, max_shard_bytes: int
 ) -> None:
-    """Write the files of a folder, all names of a tied tensor into one file, and then the index."""
+    """Write the files of a folder, all names of a tied tensor into one file, and last the index."""
     names = [plan.name for plan in tensors]
     shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
-    if is_sharded := fmt in folders.SHARD_INDEXES:
-        homes = _shards(fmt, tensors, max_shard_bytes)
-    else:
-        homes = _homes(fmt, names, shared)
+    is_sharded = fmt in folders.SHARD_INDEXES
+    homes = _shards(fmt, tensors, max_shard_bytes) if is_sharded else _homes(fmt, names, shared)
     files: dict[str, list[TensorPlan]] = {}
     for plan in tensors:
         files.setdefault(homes[plan.name], []).append(plan)
@@ -312,12 +271,10 @@ def _write_folder(
         return
     # A shard of safetensors has only the first name of a tied tensor in its header.
     weight_map = {n: home for n, home in homes.items() if n not in shared or fmt == "sharded_pt"}
-    metadata: dict[str, Any] = {"total_size": sum(plan.nbytes for plan in _stored(tensors))}
-    if list(weight_map) != names:
-        metadata[ORDER] = names
+    total = {"total_size": sum(plan.nbytes for plan in _stored(tensors))}
     sync(target)
-    index = {"metadata": metadata, "weight_map": weight_map}
-    write_text(target / folders.SHARD_INDEXES[fmt][0], json.dumps(index, indent=2) + "\n")
+    text = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
+    write_text(target / folders.SHARD_INDEXES[fmt][0], f"{text}\n")
 
 
 def _shards(fmt: str, tensors: Plans, max_shard_bytes: int) -> dict[str, str]:
@@ -338,9 +295,8 @@ def _shards(fmt: str, tensors: Plans, max_shard_bytes: int) -> dict[str, str]:
 
 def _homes(fmt: str, keys: Iterable[str], shared: Mapping[str, str]) -> dict[str, str]:
     """Return the name of each key's file in a folder of files for each key or module."""
-    firsts = {key: shared.get(key, key) for key in keys}
     part_of: Callable[[str], str] = folders.module_of if fmt == "per_module" else str
-    return {key: file_name(part_of(first)) for key, first in firsts.items()}
+    return {key: file_name(part_of(shared.get(key, key))) for key in keys}
 
 
 def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str, str]) -> None:
@@ -357,6 +313,11 @@ def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str
 
 def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
     """Write each tensor, tied keys once, as an archive of ``torch.save`` into one file, and the metadata."""
+    # Not at the top: this import takes a third of a second, and other formats do not need it.
+    from torch.distributed.checkpoint import default_planner
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
     target.mkdir()
     scratch = target / "archive"  # torch's own name for an archive that it writes to a stream
     places: dict[str, tuple[int, int]] = {}
@@ -378,29 +339,17 @@ def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
             at += -(-length // _ALIGNMENT) * _ALIGNMENT
     scratch.unlink(missing_ok=True)
     values.fill(target / DCP_DATA, holes)
-    write_bytes(target / DCP_INDEX, _dcp_metadata(tensors, places))
-
-
-def _dcp_metadata(tensors: Plans, places: Mapping[str, tuple[int, int]]) -> bytes:
-    # Not at the top: this import takes a third of a second, and other formats do not need it.
-    from torch.distributed.checkpoint import default_planner
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
     state = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
-    plan = default_planner.create_default_local_save_plan(state, True)
-    (plan,), metadata = default_planner.create_default_global_save_plan([plan])
+    saved = default_planner.create_default_local_save_plan(state, True)
+    (saved,), metadata = default_planner.create_default_global_save_plan([saved])
     metadata.planner_data = {one.name: (one.name,) for one in tensors}
     metadata.storage_data = {
-        item.index: _StorageInfo(DCP_DATA, *places[item.index.fqn]) for item in plan.items
+        item.index: _StorageInfo(DCP_DATA, *places[item.index.fqn]) for item in saved.items
     }
     metadata.storage_meta = StorageMeta()
     if hasattr(metadata, "version"):  # torch 2.6 has none
         metadata.version = "1.0.0"
-    return pickle.dumps(metadata)
-
-
-# tensorizer
+    write_bytes(target / DCP_INDEX, pickle.dumps(metadata))
 
 
 def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:

@@ -93,7 +93,7 @@ def choose(settings: Settings) -> ChosenModels:
         formats.detect(weights)  # raises an error for a file that is no checkpoint
         if any(map(folder_library, specs)):
             notes += filter(None, [adapter_note(folder_of(weights))])
-            notes += registry.notes_on(weights, choice, selection, taken)
+            notes += registry.notes_on(weights, choice, taken)
     return ChosenModels(
         tuple(specs), own, selection, dtypes, python_path, tuple(dict.fromkeys(notes)), several
     )

@@ -387,15 +387,12 @@ def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
 
 
 def notes_on(
-    checkpoint: Path,
-    choice: FolderChoice = AS_SAVED,
-    selection: Selection = WHOLE,
-    architecture: str = "",
+    checkpoint: Path, choice: FolderChoice = AS_SAVED, architecture: str = ""
 ) -> tuple[str, ...]:
-    """Return notes on shards, class (``architecture``: what transformers took) and unloaded parts."""
-    notes = list(formats.read(checkpoint, selection).notes)
+    """Return notes on a folder's class (``architecture``: what transformers took) and unloaded parts."""
     if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
-        return tuple(notes)
+        return ()
+    notes = []
     folder = read_folder(path, replace(choice, variant=pretrained_folder.variant_of(checkpoint)))
     is_of_transformers = folder.library is TRANSFORMERS and folder.names_model
     if is_of_transformers and not (choice.model_class or folder.architectures):
