@@ -182,7 +182,7 @@ def checkpoint_of(spec: ModelSpec, fmt: str = "pt") -> Path:
 
 
 def suffix_of(fmt: str) -> str:
-    return str(formats.suffix_of(fmt))
+    return ".pth" if fmt == "pt_legacy" else str(formats.suffix_of(fmt))
 
 
 def format_of(path: Path) -> str:

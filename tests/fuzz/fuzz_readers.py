@@ -107,7 +107,11 @@ def make(path: Path, fmt: str) -> Path:
         TensorPlan("c.weight", (3, 2), torch.float32, "a.weight"),
     ]
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in plans}
-    write(fmt, path, plans, lambda name: [values[name]])
+    if fmt == "pt_legacy":
+        state = {plan.name: values[plan.shared_with or plan.name] for plan in plans}
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+    else:
+        write(fmt, path, plans, lambda name: [values[name]])
     return path
 
 

@@ -30,7 +30,7 @@ VIEWS = {
     "empty_of_some": torch.ones(3, 0, 2),
     "nothing_behind": BASE[1000:],
 }  # fmt: skip
-FORMATS = ("pt", "pt_legacy", "safetensors", "sharded", "sharded_pt", "per_param", "dcp")
+FORMATS = ("pt", "safetensors", "sharded", "sharded_pt", "per_param", "dcp")
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_the_bytes_of_an_element_are_torchs(name: str) -> None:
     assert ITEM_BYTES[name] == getattr(torch, name).itemsize
 
 
-@pytest.mark.parametrize("fmt", ["pt", "pt_legacy", "safetensors", "sharded", "per_param", "dcp"])
+@pytest.mark.parametrize("fmt", ["pt", "safetensors", "sharded", "per_param", "dcp"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
     name: str, fmt: str, tmp_path: Path
@@ -81,7 +81,7 @@ def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
     torch.save({"w": values(name)}, tmp_path / "w.pt")
     there = tmp_path / f"there{formats.suffix_of(fmt)}"
     conversion = Conversion(tmp_path / "w.pt", there, fmt, verify=True)
-    missing = {"safetensors": set(ITEM_BYTES) - set(DTYPES.values()), "pt_legacy": NEW}
+    missing = {"safetensors": set(ITEM_BYTES) - set(DTYPES.values())}
     if name in missing.get(fmt.replace("sharded", "safetensors"), ()):
         with pytest.raises(ConfigError, match=rf"no dtype torch\.{name}"):
             conversion.write()

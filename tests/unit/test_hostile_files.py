@@ -18,11 +18,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from legacy_files import write as write_checkpoint
 
 from weighin.errors import CheckpointError
 from weighin.stream import formats, gguf_files, safetensors_files
 from weighin.stream.slices import Slice, TensorPlan
-from weighin.stream.write import write as write_checkpoint
 from weighin.units import MIB
 
 PLANS = [
@@ -39,14 +39,16 @@ TEXTS = (
     (b"a.weight.pt", b"../a.wei.pt"), (b"__0_0.distcp", b"../x/d.distc"), (b"storage", b"stor\\0ge"),
 )  # fmt: skip
 
+LAYOUTS = (*formats.NAMES, "pt_legacy")
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("layouts")
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in PLANS}
-    for name in formats.NAMES:
+    for name in LAYOUTS:
         write_checkpoint(name, folder / name, PLANS, lambda key: [values[key]])
-    return {name: folder / name for name in formats.NAMES}
+    return {name: folder / name for name in LAYOUTS}
 
 
 @st.composite
@@ -85,7 +87,7 @@ def check(place: Slice, root: Path) -> None:
         assert end <= place.storage_offset + place.storage_bytes <= place.file.stat().st_size
 
 
-@pytest.mark.parametrize("name", formats.NAMES)
+@pytest.mark.parametrize("name", LAYOUTS)
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_damaged_file_is_read_right_or_refused(

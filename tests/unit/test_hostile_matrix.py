@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from cells import suffix_of
 from harms import CASES, DATA, PLANS, Given, Harm
+from legacy_files import write as write_checkpoint
 
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
 from weighin.stream import formats
 from weighin.stream.model import load_streaming
 from weighin.stream.slices import TensorPlan
-from weighin.stream.write import write as write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
 
@@ -29,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("torch_threads_restored")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in PLANS}
-    for name in formats.NAMES:
-        path = folder / f"{name}{formats.suffix_of(name)}"
+    for name in DATA:
+        path = folder / f"{name}{suffix_of(name)}"
         write_checkpoint(name, path, PLANS, lambda key: [values[key]])
     return folder
 
@@ -60,7 +61,7 @@ def opened(audited: None) -> Iterator[list[str]]:
 @pytest.fixture
 def give(tmp_path: Path, sound: Path) -> Callable[[str], Given]:
     def given(layout: str) -> Given:
-        source = sound / f"{layout}{formats.suffix_of(layout)}"
+        source = sound / f"{layout}{suffix_of(layout)}"
         path = tmp_path / "given" / source.name
         path.parent.mkdir()
         outside = tmp_path / "outside" / "x"
@@ -74,7 +75,7 @@ def give(tmp_path: Path, sound: Path) -> Callable[[str], Given]:
 
 
 def test_the_matrix_has_every_layout() -> None:
-    assert set(DATA) == set(formats.NAMES)
+    assert set(DATA) == {*formats.NAMES, "pt_legacy"}
 
 
 @pytest.mark.parametrize(("layout", "harm"), CASES)
@@ -119,10 +120,10 @@ def test_harm_is_named_and_does_none(
 KEYS = {"climbing": "../../x", "absolute": "/etc/passwd", "empty": "", "long": "x" * 10_000}
 
 
-@pytest.mark.parametrize("layout", formats.NAMES)
+@pytest.mark.parametrize("layout", DATA)
 @pytest.mark.parametrize("kind", KEYS)
 def test_a_key_is_a_name_and_never_a_path(tmp_path: Path, layout: str, kind: str) -> None:
-    key, path = KEYS[kind], tmp_path / "in" / f"m{formats.suffix_of(layout)}"
+    key, path = KEYS[kind], tmp_path / "in" / f"m{suffix_of(layout)}"
     path.parent.mkdir()
     plans = [TensorPlan(key, (3,), torch.float32), TensorPlan("b", (2,), torch.float32)]
     write_checkpoint(layout, path, plans, lambda name: [torch.full((3 - (name == "b"),), 5.0)])

@@ -27,7 +27,9 @@ STRATEGIES = {
     for name, info in registry.strategies().items()
     if "cpu" in info.devices and not info.pretrained
 }
-READABLE = [(name, fmt) for name, info in STRATEGIES.items() for fmt in info.formats]
+READABLE = [
+    (name, fmt) for name, info in STRATEGIES.items() for fmt in info.formats if fmt != "pt_legacy"
+]
 PLAIN = [one for one in READABLE if one[0] != "streaming"]
 NEEDS = {name: info.packages for name, info in STRATEGIES.items() if info.packages}
 NEEDS["streaming"] = ("weighin",)

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 AUTO: Final = "auto"
 _SUFFIXES: Final = {
-    ".safetensors": ("safetensors",),
-    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), ("pt", "pt_legacy")),
+    ".safetensors": "safetensors",
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), "pt"),
 }
-"""For each suffix, the formats that programs expect in such a file; ``auto`` writes the first."""
+"""For each suffix, the format that programs expect in such a file, and that ``auto`` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def _verify(new: Path, tensors: Plans, sums: Mapping[str, Mapping[str, str]]) ->
 def format_for(target: Path, fmt: str) -> str:
     """Return the format to write into ``target``; for ``AUTO``, the one of its suffix, or a folder of shards."""
     suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
-    expected = _SUFFIXES.get(suffix, ())
+    expected = _SUFFIXES.get(suffix, "")
     if fmt == AUTO and not suffix and re.fullmatch(r"\.[A-Za-z]{1,12}", target.suffix):
         raise ConfigError(
             f"{target}: no format of checkpoints has the suffix {target.suffix}",
@@ -247,12 +247,12 @@ def format_for(target: Path, fmt: str) -> str:
             " add --format sharded",
         )
     if fmt == AUTO:
-        return expected[0] if expected else "sharded"
+        return expected or "sharded"
     own = formats.suffix_of(fmt)
-    if suffix and fmt not in expected:
+    if suffix and fmt != expected:
         raise ConfigError(
-            f"{target}: {suffix} is the suffix of format {expected[0]}, but --format says {fmt}",
-            f"to write {expected[0]}, leave --format out; for the format of --format, name the"
+            f"{target}: {suffix} is the suffix of format {expected}, but --format says {fmt}",
+            f"to write {expected}, leave --format out; for the format of --format, name the"
             f" target {target.name[: -len(suffix)]}{own}",
         )
     return fmt

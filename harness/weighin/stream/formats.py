@@ -15,14 +15,14 @@ from weighin.text import first_names, plain, shown
 _TENSORIZER: Final = "tensorizer"  # which only the package of this name writes and reads
 
 SUFFIXES: Final = {
-    "pt": ".pt", "pt_legacy": ".pth", "safetensors": ".safetensors", "sharded": "",
-    "sharded_pt": "", "dcp": "", "per_module": "", "per_param": "", _TENSORIZER: ".tensors",
+    "pt": ".pt", "safetensors": ".safetensors", "sharded": "", "sharded_pt": "",
+    "dcp": "", "per_module": "", "per_param": "", _TENSORIZER: ".tensors",
 }  # fmt: skip
 """The suffix of a checkpoint of one file, by the format's name; empty if a checkpoint is a folder."""
 
 NAMES: Final = tuple(name for name in SUFFIXES if name != _TENSORIZER)
 PICKLED: Final = ("pt", "pt_legacy")  # the formats of torch.save
-READ_ONLY: Final = ("deepspeed_universal", "deepspeed", gguf_files.NAME)
+READ_ONLY: Final = ("pt_legacy", "deepspeed_universal", "deepspeed", gguf_files.NAME)
 
 _OF_A_FILE: Final = {"safetensors": safetensors_files.read, gguf_files.NAME: gguf_files.read}
 

@@ -6,7 +6,6 @@ exactly that of the format's own library: ``torch.save`` itself writes the archi
 CRC-32s into the records of archives. No tensor is ever in memory as a whole.
 """
 
-import io
 import json
 import os
 import pickle
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,7 +27,6 @@ from weighin.stream import folders
 from weighin.stream.folders import DCP_INDEX, INDEX_FIELDS, INDEX_NAME, INDEX_VERSION, file_name
 from weighin.stream.safetensors_files import DTYPES, FORMAT, METADATA, PACKED
 from weighin.stream.slices import Pieces, Plans, TensorPlan, dtype_name
-from weighin.stream.torch_files import MAGIC, VERSION
 from weighin.text import shown
 
 WRITERS: Final = 2  # threads: one computes while the other waits for the disk
@@ -180,34 +177,6 @@ def _write_pt(target: Path, tensors: Plans, values: _Values, *, alone: bool = Fa
         repair = "write them in safetensors: --format safetensors"
         raise FormatLimit(f"{what} in one file of torch.save", repair)
     values.fill(target, _with_holes(target, tensors, alone=alone))
-
-
-def _write_legacy(target: Path, tensors: Plans, values: _Values) -> None:
-    stored, state, head = _stored(tensors), _blanks(tensors), io.BytesIO()
-    for plan in stored:
-        if plan.dtype not in torch.storage._dtype_to_storage_type_map():
-            what = f"tensor {shown(plan.name)}: torch before 1.6 had no dtype {plan.dtype}"
-            raise ConfigError(what, _AS_PT)
-    keys = {state[plan.name].untyped_storage()._cdata: str(n) for n, plan in enumerate(stored)}
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
-            if not isinstance(value, torch.storage.TypedStorage):
-                return None
-            kind = getattr(torch, value._pickle_storage_type())
-            key, numel = keys[value._untyped_storage._cdata], value._size()
-            return "storage", kind, key, "cpu", numel, None
-
-    sizes = {"short": 2, "int": 4, "long": 4}
-    system = {"protocol_version": VERSION, "little_endian": True, "type_sizes": sizes}
-    for value in (MAGIC, VERSION, system, state, list(keys.values())):
-        Pickler(head, protocol=2).dump(value)
-    fixed, holes, at = {0: head.getvalue()}, [], head.tell()
-    for plan in stored:
-        fixed[at] = prod(plan.shape).to_bytes(8, "little")
-        holes.append(_Hole(plan.name, at + 8, plan.nbytes))
-        at += 8 + plan.nbytes
-    values.write(target, at, fixed, holes)
 
 
 def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
@@ -382,7 +351,6 @@ def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:
 
 _WRITE: Final[Mapping[str, Callable[[Path, Plans, _Values], None]]] = {
     "pt": _write_pt,
-    "pt_legacy": _write_legacy,
     "safetensors": _write_safetensors,
     "dcp": _write_dcp,
     "tensorizer": _write_tensorizer,
