@@ -14,7 +14,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -54,11 +53,10 @@ def write(
     dropped from the page cache. If ``pieces`` is None, the values stay holes, which read as zeros. Raises
     ConfigError for a dtype or name that the format does not allow, and FormatLimit for too many tensors.
     """
-    values = _Values(pieces)
     if fmt in _WRITE:
-        _WRITE[fmt](target, tensors, values)
+        _WRITE[fmt](target, tensors, pieces)
     else:
-        _write_folder(fmt, target, tensors, values, max_shard_bytes)
+        _write_folder(fmt, target, tensors, pieces, max_shard_bytes)
 
 
 def _stored(tensors: Plans) -> list[TensorPlan]:
@@ -75,46 +73,31 @@ class _Hole(NamedTuple):
     crc_places: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """What ``write`` puts into the holes."""
+def _fill(path: Path, holes: Iterable[_Hole], pieces: Pieces | None) -> None:
+    """Write the tensors' values into the holes of a file; without ``pieces``, leave the holes."""
+    if pieces is None:
+        return
 
-    pieces: Pieces | None
-
-    def write(self, path: Path, size: int, fixed: Mapping[int, bytes], holes: list[_Hole]) -> None:
-        """Write a new file of ``size`` bytes: the bytes ``fixed`` at their offsets, and the holes."""
-        with path.open("xb") as file:
-            os.ftruncate(file.fileno(), size)
-            for at, text in fixed.items():
-                _write_all(file.fileno(), memoryview(text), at)
-            os.fsync(file.fileno())
-        self.fill(path, holes)
-
-    def fill(self, path: Path, holes: Iterable[_Hole]) -> None:
-        if self.pieces is None:
-            return
-        pieces = self.pieces
-
-        def fill(hole: _Hole) -> None:
-            at, crc = 0, 0
-            for piece in pieces(hole.name):
-                data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
-                if at + len(data) > hole.size:
-                    at += len(data)
-                    break
-                _write_all(descriptor, data, hole.start + at)
+    def fill(hole: _Hole) -> None:
+        at, crc = 0, 0
+        for piece in pieces(hole.name):
+            data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
+            if at + len(data) > hole.size:
                 at += len(data)
-                crc = zlib.crc32(data, crc) if hole.crc_places else 0
-            if at != hole.size:
-                what = f"{at} bytes or more were given for a tensor whose size is"
-                raise ValueError(f"{hole.name!r}: {what} {hole.size} bytes")
-            for place in hole.crc_places:
-                os.pwrite(descriptor, struct.pack("<I", crc), place)
+                break
+            _write_all(descriptor, data, hole.start + at)
+            at += len(data)
+            crc = zlib.crc32(data, crc) if hole.crc_places else 0
+        if at != hole.size:
+            what = f"{at} bytes or more were given for a tensor whose size is"
+            raise ValueError(f"{hole.name!r}: {what} {hole.size} bytes")
+        for place in hole.crc_places:
+            os.pwrite(descriptor, struct.pack("<I", crc), place)
 
-        with path.open("r+b") as file:
-            descriptor = file.fileno()
-            run_parallel(partial(fill, hole) for hole in holes)
-            drop_written(descriptor)
+    with path.open("r+b") as file:
+        descriptor = file.fileno()
+        run_parallel(partial(fill, hole) for hole in holes)
+        drop_written(descriptor)
 
 
 def drop_written(descriptor: int) -> None:
@@ -171,15 +154,15 @@ def _with_holes(path: Path, tensors: Plans, *, alone: bool = False) -> list[_Hol
     return [holes[number] for number in sorted(holes)]
 
 
-def _write_pt(target: Path, tensors: Plans, values: _Values, *, alone: bool = False) -> None:
+def _write_pt(target: Path, tensors: Plans, pieces: Pieces | None, *, alone: bool = False) -> None:
     if len(tensors) > _MOST_PT_TENSORS:
         what = f"{len(tensors):,} tensors are more than the {_MOST_PT_TENSORS:,} that weighin reads"
         repair = "write them in safetensors: --format safetensors"
         raise FormatLimit(f"{what} in one file of torch.save", repair)
-    values.fill(target, _with_holes(target, tensors, alone=alone))
+    _fill(target, _with_holes(target, tensors, alone=alone), pieces)
 
 
-def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
+def _write_safetensors(target: Path, tensors: Plans, pieces: Pieces | None) -> None:
     """Write the widest elements first, so that all are aligned; the header keeps the order."""
     stored, names = _stored(tensors), [plan.name for plan in tensors]
     ties = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
@@ -209,11 +192,15 @@ def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
     holes = [_Hole(plan.name, len(head) + begins[plan.name], plan.nbytes) for plan in stored]
-    values.write(target, len(head) + at, {0: head}, holes)
+    with target.open("xb") as file:
+        file.write(head)
+        file.truncate(len(head) + at)
+        os.fsync(file.fileno())
+    _fill(target, holes, pieces)
 
 
 def _write_folder(
-    fmt: str, target: Path, tensors: Plans, values: _Values, max_shard_bytes: int
+    fmt: str, target: Path, tensors: Plans, pieces: Pieces | None, max_shard_bytes: int
 ) -> None:
     """Write the files of a folder, all names of a tied tensor into one file, and last the index."""
     names = [plan.name for plan in tensors]
@@ -223,13 +210,13 @@ def _write_folder(
     files: dict[str, list[TensorPlan]] = {}
     for plan in tensors:
         files.setdefault(homes[plan.name], []).append(plan)
-    write_file: Callable[[Path, Plans, _Values], None] = _write_pt
+    write_file: Callable[[Path, Plans, Pieces | None], None] = _write_pt
     if fmt == "sharded":
         write_file = _write_safetensors
     elif fmt == "per_param":
         write_file = partial(_write_pt, alone=True)
     target.mkdir()
-    jobs = [partial(write_file, target / name, plans, values) for name, plans in files.items()]
+    jobs = [partial(write_file, target / name, plans, pieces) for name, plans in files.items()]
     if fmt == "per_param":  # the other files are written by several threads each
         run_parallel(jobs)
     else:
@@ -280,7 +267,7 @@ def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str
     write_text(folder / INDEX_NAME, json.dumps(index, indent=1))
 
 
-def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
+def _write_dcp(target: Path, tensors: Plans, pieces: Pieces | None) -> None:
     """Write each tensor, tied keys once, as an archive of ``torch.save`` into one file, and the metadata."""
     # Not at the top: this import takes a third of a second, and other formats do not need it.
     from torch.distributed.checkpoint import default_planner
@@ -307,7 +294,7 @@ def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
             places[plan.name] = at, length
             at += -(-length // _ALIGNMENT) * _ALIGNMENT
     scratch.unlink(missing_ok=True)
-    values.fill(target / DCP_DATA, holes)
+    _fill(target / DCP_DATA, holes, pieces)
     state = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
     saved = default_planner.create_default_local_save_plan(state, True)
     (saved,), metadata = default_planner.create_default_global_save_plan([saved])
@@ -321,7 +308,7 @@ def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
     write_bytes(target / DCP_INDEX, pickle.dumps(metadata))
 
 
-def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:
+def _write_tensorizer(target: Path, tensors: Plans, pieces: Pieces | None) -> None:
     """Write a file with the package tensorizer, a tied weight only under its first name."""
     with extra("loaders", "writing tensorizer's format"):
         from tensorizer import TensorSerializer, TensorType
@@ -338,7 +325,7 @@ def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:
     try:
         for number, plan in enumerate(stored):
             whole, at = torch.empty(plan.shape, dtype=plan.dtype), 0
-            for piece in values.pieces(plan.name) if values.pieces else ():
+            for piece in pieces(plan.name) if pieces else ():
                 whole.view(-1)[at : at + piece.numel()] = piece.reshape(-1)
                 at += piece.numel()
             index = number % 2**16  # two bytes in the file; the strategy does not read them
@@ -349,7 +336,7 @@ def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:
         drop_written(file.fileno())
 
 
-_WRITE: Final[Mapping[str, Callable[[Path, Plans, _Values], None]]] = {
+_WRITE: Final[Mapping[str, Callable[[Path, Plans, Pieces | None], None]]] = {
     "pt": _write_pt,
     "safetensors": _write_safetensors,
     "dcp": _write_dcp,
