@@ -75,9 +75,6 @@ class Opaque:
     def __repr__(self) -> str:
         return self.kind  # the text of crafted contents may be endless
 
-    def extend(self, items: list[Any]) -> None:
-        self.contents.extend(items)
-
     def append(self, item: Any) -> None:
         self.contents.append(item)
 
@@ -190,8 +187,7 @@ class Pickled(pickle._Unpickler):  # which is in Python: the one in C calls what
         self.append(_called(function, arguments))
 
     def _call_with_names(self) -> None:
-        names, arguments = self.stack.pop(), self.stack.pop()
-        self.append((arguments, names))
+        self.stack[-2:] = [tuple(self.stack[-2:])]  # the arguments, and those with names
         self._call()
 
     def _build(self) -> None:

@@ -152,22 +152,18 @@ class Checkpoint(list[Slice]):
     def without(self, prefix: str, *, only: bool = False) -> "Checkpoint":
         """Return it without ``prefix`` in names; with ``only``, without other names."""
         kept = prefix if only else ""
-        names = (
-            name for name in (*(one.name for one in self), *self.values) if name.startswith(kept)
-        )
-        short = {name: name.removeprefix(prefix) for name in names}
-        renamed = Checkpoint(
-            replace(one, name=short[one.name]) for one in self if one.name in short
-        )
-        vars(renamed).update(vars(self))
-        renamed.values = {short[key]: value for key, value in self.values.items() if key in short}
+        names = [*(one.name for one in self), *self.values]
+        short = {name: name.removeprefix(prefix) for name in names if name.startswith(kept)}
+        found = Checkpoint(replace(one, name=short[one.name]) for one in self if one.name in short)
+        vars(found).update(vars(self))
+        found.values = {short[key]: value for key, value in self.values.items() if key in short}
         if self.metadata is not None:
-            renamed.metadata = {
+            found.metadata = {
                 f"{name}.".removeprefix(prefix).removesuffix("."): local
                 for name, local in self.metadata.items()
                 if name and f"{name}.".startswith(kept)
             }
-        return renamed
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,7 @@ VERSION: Final = 1001
 _MOST_DIRECTORY_BYTES: Final = 8 * 1024**2  # of a zip file: the directory of 100,000 tensors
 _LOCAL_BYTES: Final = 30  # of a record's own header, before its name
 _LONGEST_KEY: Final = 200  # characters of a key that advice names, which must be whole
-_BIG_ENDIAN: Final = (
-    "the file was written on a big-endian machine, whose order of bytes weighin does not read"
-)
+_BIG_ENDIAN: Final = "written on a big-endian machine, whose order of bytes weighin does not read"
 _OPTIM_STATES: Final = "_optim_states.pt"
 _SAVE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
 _PLAIN: Final = (
@@ -68,10 +66,7 @@ class TorchFile:
         return Slice(name, tensor.shape, tensor.stride, dtype, self.path, offset, start, size)
 
     def checkpoint(self, key: str) -> Checkpoint:
-        """Return the state dict at the dotted ``key`` of nested dicts; "" means the whole value.
-
-        Without a key, its only other values may be extra states: more is a training checkpoint.
-        """
+        """Return the state dict at the dotted ``key``; "" means the whole, with tensors and extra states alone."""
         found = [*_at_key(self.value, key)] if key else [self.value]
         if not found:
             raise no_key(self.path, key, self.value if isinstance(self.value, dict) else ())
@@ -116,12 +111,11 @@ def read(path: Path, key: str = "") -> Checkpoint:
 def read_one(path: Path, name: str, base: int = 0, length: int | None = None) -> Slice:
     """Return the only tensor in what ``open_file`` opens, under the name ``name``."""
     file = open_file(path, base, length)
-    value = file.value
-    if isinstance(value, Slice):
-        return file.slice(name, value)
-    if _is_object(value):
-        raise _no_tensor(path, name, value)
-    raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", foreign.RESAVE)
+    if isinstance(file.value, Slice):
+        return file.slice(name, file.value)
+    if _is_object(file.value):
+        raise _no_tensor(path, name, file.value)
+    raise CheckpointError(f"{path}: holds a {type_name(file.value)}, not a tensor", foreign.RESAVE)
 
 
 def open_file(path: Path, base: int = 0, length: int | None = None) -> TorchFile:
@@ -157,16 +151,15 @@ class _Window:
         return at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self.length - self._at)
-        data = self.bytes_at(self._at, left if size < 0 else min(size, left), _MOST_DIRECTORY_BYTES)
+        data = self.bytes_at(self._at, self.length if size < 0 else size, _MOST_DIRECTORY_BYTES)
         self._at += len(data)
         return data
 
     def bytes_at(self, at: int, size: int, most: int) -> bytes:
-        if size > most:
-            what = f"the directory or pickle has {size:,} bytes, more than the {most:,} that weighin reads"
-            raise CheckpointError(f"{self.path}: {what}", foreign.SHARDS)
         inside = max(0, min(size, self.length - at)) if at >= 0 else 0
+        if inside > most:
+            what = f"the directory or pickle has {inside:,} bytes, more than the {most:,} that weighin reads"
+            raise CheckpointError(f"{self.path}: {what}", foreign.SHARDS)
         return os.pread(self.descriptor, inside, self.base + at) if inside else b""
 
 
@@ -208,15 +201,14 @@ def _records(window: _Window) -> dict[str, Record]:
         # The disk may read all headers at the same time.
         size = io.DEFAULT_BUFFER_SIZE
         os.posix_fadvise(window.descriptor, window.base + at, size, os.POSIX_FADV_WILLNEED)
-
-    def header(info: zipfile.ZipInfo) -> bytes:
-        return window.bytes_at(info.header_offset, _LOCAL_BYTES, _LOCAL_BYTES)
-
     records: dict[str, Record] = {}
     folded: dict[bytes, str] = {}
     infos.sort(key=lambda info: info.header_offset)
     reached = 0
-    for info, head in zip(infos, foreign.map_late(header, infos), strict=True):
+    heads = foreign.map_late(
+        lambda info: window.bytes_at(info.header_offset, _LOCAL_BYTES, _LOCAL_BYTES), infos
+    )
+    for info, head in zip(infos, heads, strict=True):
         name, shows = info.filename, f"record {shown(info.filename)}"
         if info.flag_bits & 1 or info.compress_type or info.compress_size != info.file_size:
             what = f"{shows} is compressed or encrypted"
@@ -249,11 +241,10 @@ def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
     pickled = pickles.load(path, file)
     keys, storages = pickles.load(path, file).value, pickled.storages
     file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
-    if not isinstance(keys, list) or {*map(type_name, keys)} - {"str"}:
-        raise foreign.damaged(path, "its list of storages is not a list of strings")
+    are_texts = isinstance(keys, list) and {*map(type, keys)} <= {str}
     places: dict[str, Record] = {}
     # Of a list that does not match, no storage has a place: its first tensor is refused.
-    for key in keys if sorted(keys) == sorted(storages) else ():
+    for key in keys if are_texts and sorted(keys) == sorted(storages) else ():
         name, end = f"storage {shown(key)}", at + 8 + storages[key].nbytes
         if end > file_bytes:
             raise foreign.truncated(path, name, end, file_bytes)
@@ -287,16 +278,13 @@ def _at_key(value: Any, key: str) -> Iterator[Any]:
 
 
 def _inside(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield a value and all that is in it, in order, each with its dotted key.
-
-    Those whose ids are in ``seen`` are left out: a crafted pickle may refer to one value many times.
-    """
+    """Yield a value and all that is in it, in order, each with its dotted key, but none that was ``seen``."""
     todo = [(place, value)]
     while todo:
         above, one = todo.pop()
         if not isinstance(one, dict | list | tuple | Opaque | Slice) or id(one) in seen:
             continue
-        seen.add(id(one))
+        seen.add(id(one))  # a crafted pickle may refer to one value many times
         yield above, one
         if isinstance(one, Slice):
             continue

@@ -50,8 +50,7 @@ def format_of(path: Path) -> str:
     """Return the name of the format of a step's folder; "" for another path."""
     if next(path.glob("zero/*/fp32.pt"), None):
         return "deepspeed_universal"
-    is_step = any(_matching(path, of) for of in (_OPTIMIZER, _MODEL, _PIPELINE))
-    return "deepspeed" if is_step else ""
+    return "deepspeed" if any(_matching(path, of) for of in (_OPTIMIZER, _MODEL, _PIPELINE)) else ""
 
 
 def read(path: Path, name: str) -> Checkpoint:
@@ -287,9 +286,7 @@ def _by_rank(path: Path, pattern: str, ranks: int | None = None) -> list[Path]:
     needed = range(min(ranks or 1, 1000 + len(found)))  # a crafted number may be endless
     if absent := [rank for rank in needed if rank not in numbers]:
         missing = few([re.sub(_RANK, rf"\g<of>{rank}_", some) for rank in absent])
-        repair = (
-            "copy them here: each machine of a training may have kept the files of its own ranks"
-        )
+        repair = "copy them here: each machine of a training may have kept its own ranks' files"
         raise _refused(path, f"files of some ranks are missing: {missing}", repair)
     odd = [name for rank, name in found if numbers.count(rank) > 1 or rank >= (ranks or rank + 1)]
     if odd:
