@@ -229,7 +229,7 @@ def index(
     check_converts(checkpoint, slices, NOT_MEASURED)
     converts = slices.format != fmt or bool(selection) or not slices.only_tensors
     described = describe(spec)
-    refuse_codes(checkpoint, slices, [*described])
+    refuse_codes(checkpoint, slices, lambda: described)
     places = {where.name: where for where in slices}
     _check_fits(checkpoint, spec.name, places, described)
     permit(sum(RECORD_BYTES + one.nbytes for one in slices) * converts, bytes_to_read(slices))

@@ -4,11 +4,8 @@ If all modules load by torch's plain copies and each tensor fits, the loader kno
 names alone. Any other model is loaded by its own ``load_state_dict``, with all hooks and overrides,
 from a state dict whose tensors have addresses but no values; ``construct.WriteLog`` records the
 copies that it makes. Either way, nothing is read before the whole checkpoint is known to fit. Several
-threads then make the copies piece by piece.
-
-New memory on the CPU is one area of huge pages, in which each large tensor has the alignment that it
-has in the file, so that direct reads need no buffer. The peak memory is the model, and half a MiB for
-each thread.
+threads then make the copies piece by piece, on the CPU into one area of huge pages. The peak memory is
+the model, and half a MiB for each thread.
 """
 
 import copy
@@ -22,7 +19,7 @@ import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -38,14 +35,7 @@ from weighin.stream.foreign import misfit, selecting
 from weighin.stream.pretrained_library import Selection
 from weighin.stream.quantised import refuse_codes
 from weighin.stream.slices import Checkpoint, Fill, Slice, check_converts
-from weighin.stream.tensors import (
-    is_dense,
-    named_tensors,
-    real_memory,
-    storage_key,
-    tensors_of,
-    use_count,
-)
+from weighin.stream.tensors import is_dense, named_tensors, storage_key, tensors_of, use_count
 from weighin.stream.torch_files import is_extra_state
 from weighin.text import first_names, plain, shown
 
@@ -104,8 +94,7 @@ def load_streaming(
     The result equals that of ``model.load_state_dict(torch.load(checkpoint))`` followed by
     ``model.to(device, dtype)``. If ``model`` is a function that builds the model, only the weights
     that the constructor itself reads are initialised. If ``model`` is a module, the load fills each
-    tensor in place that already has the wanted device and dtype. Without ``dtype``, tensors on the
-    meta device get the checkpoint's dtype.
+    tensor in place that already has the wanted device and dtype.
 
     The checkpoint has the model's own names. A Hugging Face folder, whose library renames and converts
     tensors, is loaded by ``load_pretrained``.
@@ -124,8 +113,7 @@ def load_streaming(
     Raises:
         CheckpointError: the checkpoint is unreadable; it does not fit the model (missing or unexpected
             keys, other shapes); torch cannot convert a tensor to ``dtype``; the model has no
-            parameters for the scales of quantised tensors; or a tensor of the model is on the meta
-            device, and the checkpoint has no values for this tensor.
+            parameters for the scales of quantised tensors; or it has a tensor on the meta device.
     """
     path, selection = Path(checkpoint), Selection(key, strip_prefix)
     device = torch.device(device)
@@ -137,60 +125,41 @@ def load_streaming(
     if dtype is not None:
         check_converts(path, slices, "leave dtype out")
     log = WriteLog(lambda one: filling.fill([one], Disk(1)), filling.part_of)
-    with ExitStack() as undone:
-        with log.recording():
-            if not isinstance(model, nn.Module):
-                with construct.on_cpu():
-                    model = model()
-            was_meta = any(tensor.is_meta for tensor in tensors_of(model))
-            refuse_codes(path, slices, _names(model))
-            if was_meta:
-                dtypes = {source.name: source.dtype for source in slices}
-                undone.enter_context(real_memory(model, dtypes))
-            values = _extra_values(model, slices, selection)
-        _record(model, slices, values, log, path)
-        fills = log.finish()
-        if was_meta and (
-            left := [name for name, one in named_tensors(model).items() if one.is_meta]
-        ):
+    with log.recording():
+        if not isinstance(model, nn.Module):
+            with construct.on_cpu():
+                model = model()
+        if any(tensor.is_meta for tensor in tensors_of(model)):
+            names = [name for name, one in named_tensors(model).items() if one.is_meta]
             raise CheckpointError(
-                f"{path}: has no values for {first_names(left)}, which the model has on the meta device",
+                f"{path}: not loaded, because the model has {first_names(names)} on the meta device",
                 "pass load_streaming the function that builds the model, not a model on the meta device",
             )
-        fills.sort(key=lambda fill: (str(fill.where.file), fill.where.offset))
-        unit_of = _UNITS[granularity]
-        units = itertools.groupby(fills, lambda fill: unit_of(fill.where.name))
-        batches = [list(members) for _, members in units]
+        refuse_codes(path, slices, model.state_dict)
+        values = _extra_values(model, slices, selection)
+    _record(model, slices, values, log, path)
+    fills = log.finish()
+    fills.sort(key=lambda fill: (str(fill.where.file), fill.where.offset))
+    unit_of = _UNITS[granularity]
+    units = itertools.groupby(fills, lambda fill: unit_of(fill.where.name))
+    batches = [list(members) for _, members in units]
+    del fills
+    placer, disk = _Placer(model, log, device, dtype), Disk(threads)
+    while batches:
+        fills = placer.place(batches.pop(0))
+        construct.give_back_heap()
+        filling.fill(fills, disk)
         del fills
-        placer, disk = _Placer(model, log, device, dtype), Disk(threads)
-        while batches:
-            fills = placer.place(batches.pop(0))
-            construct.give_back_heap()
-            filling.fill(fills, disk)
-            del fills
     construct.give_back_heap()  # frees objects that only the load needed
-    tensors = tensors_of(model)
-    if dtype is not None or was_meta or any(tensor.device != device for tensor in tensors):
+    if dtype is not None or any(tensor.device != device for tensor in tensors_of(model)):
         model.to(device=device, dtype=dtype)  # also runs the overrides of to() in modules
     return model
-
-
-def _names(model: nn.Module) -> Iterator[str]:
-    """Yield the names in the model's state dict; call ``state_dict`` only when a name is requested."""
-    yield from model.state_dict(keep_vars=True)
-
-
-# -- what is copied where
 
 
 def _record(
     model: nn.Module, slices: Checkpoint, values: dict[str, Any], log: WriteLog, path: Path
 ) -> None:
-    """Record the copies that ``load_state_dict`` makes from the ``slices``, and ``values`` that are no tensors.
-
-    Raises:
-        CheckpointError: keys are missing or unexpected, shapes differ, or a module's own code fails.
-    """
+    """Record the copies that ``load_state_dict`` makes from the ``slices``, and ``values`` that are no tensors."""
     if encoded := next((one for one in slices if one.encoding), None):
         raise CheckpointError(
             f"{encoded.file}: {plain(encoded.name)} is quantised to {encoded.encoding}, which"
@@ -231,22 +200,19 @@ def _record(
         with log.recording():
             own = model.state_dict(keep_vars=True)
         stored = dict.fromkeys([one.name for one in slices] + [*values])
-        problems = {
-            "missing": own.keys() - stored.keys(),
-            "unexpected": stored.keys() - own.keys(),
-            "of another shape": set(_MISFIT.findall(str(error))),
+        by_fault = {
+            "missing": sorted(map(plain, own.keys() - stored.keys())),
+            "unexpected": sorted(map(plain, stored.keys() - own.keys())),
+            "of another shape": sorted({plain(name) for name in _MISFIT.findall(str(error))}),
         }
-        by_fault = {fault: sorted(map(plain, names)) for fault, names in problems.items()}
         repair = selecting(stored, own)
         raise misfit(path, "this model", by_fault, str(error), repair=repair) from error
 
 
 def _plain_copies(model: nn.Module, slices: Checkpoint) -> list[Fill] | None:
-    """Return the copies in torch's order; None if the load needs more than copies.
+    """Return the copies in torch's order; None if an override, a hook or a misfit needs torch's own load.
 
-    A load of copies alone has no override, hook, missing or unexpected key, and no tensor of another
-    shape. torch's own load looks through all keys of a module's state dict for each of its children:
-    with 20,000 layers in one module it takes half a minute.
+    That looks through all keys of a module's state dict for each child: half a minute for 20,000 layers.
     """
     metadata = (slices.metadata or {}).values()
     if torch.__future__.get_swap_module_params_on_conversion() or any(
@@ -293,8 +259,8 @@ def _fits(tensor: torch.Tensor, source: Slice) -> bool:
 def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) -> dict[str, Any]:
     """Return the values that ``load_state_dict`` needs and that are no tensors, or are extra states.
 
-    An extra state is read by ``torch.load``, also if it is a tensor, which then keeps its strides, and
-    is left out if no module takes it. Any other value is None: torch reports its name in an error.
+    ``torch.load`` reads an extra state, also a tensor, which then keeps its strides; one that no module
+    takes is left out. Any other value is None: torch reports its name in an error.
     """
     stored = dict(slices.values)
     if slices.format in formats.PICKLED:
@@ -309,10 +275,9 @@ def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) ->
     if any(module._load_state_dict_pre_hooks for module in model.modules()):
         # A hook may take a prefix away, so that a module takes the rest of the name.
         takers |= {name for name in stored if any(name.endswith(f".{one}") for one in takers)}
-    found: dict[str, Any] = {}
-    for name in stored:
-        if name in takers or not is_extra_state(name):
-            found[name] = None
+    found: dict[str, Any] = {
+        name: None for name in stored if name in takers or not is_extra_state(name)
+    }
     unused = [name for name in slices.values if name not in found]
     if dropped := [plain(name) for name in unused if slices.values[name] is not None]:
         _log.warning("no module of this model takes the extra state of %s", first_names(dropped))
@@ -329,11 +294,7 @@ def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) ->
 
 
 def _unpickled(file: Path, names: set[str], selection: Selection) -> dict[str, Any]:
-    """Return some values of a file, by ``torch.load`` without any code of the file.
-
-    Raises:
-        CheckpointError: the file holds an object that torch does not know.
-    """
+    """Return some values of a file, by ``torch.load`` without any code of the file."""
     try:
         with torch.serialization.safe_globals(_harmless()):
             maps = zipfile.is_zipfile(file)  # then the file's tensors take no memory
@@ -378,9 +339,6 @@ def _harmless() -> list[Any]:
     return classes
 
 
-# -- where the values go
-
-
 class _Placer:
     """Decides for each tensor whether the load fills the tensor's present memory or allocates new."""
 
@@ -388,14 +346,13 @@ class _Placer:
         self, model: nn.Module, log: WriteLog, device: torch.device, dtype: torch.dtype | None
     ) -> None:
         self._log, self._device, self._dtype = log, device, dtype
-        self._tensors: dict[int, list[torch.Tensor]] = {}
-        self._buffers: dict[int, tuple[nn.Module, str]] = {}
+        # The places of the tensors of each storage: a module, and the name in it.
+        self._places: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
         self._left_to_modules: set[int] = set()
-        for tensor in tensors_of(model):
-            self._tensors.setdefault(storage_key(tensor), []).append(tensor)
         for module in model.modules():
-            for leaf, buffer in module._buffers.items():
-                self._buffers[id(buffer)] = module, leaf
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._places.setdefault(storage_key(tensor), []).append((module, leaf, tensor))
             methods = type(module)._apply, type(module).to
             if not all(method.__module__.startswith("torch.nn.modules.") for method in methods):
                 self._left_to_modules.update(map(id, tensors_of(module)))
@@ -429,29 +386,26 @@ class _Placer:
     ) -> torch.Tensor | None:
         """Return the model's tensor that needs new memory; None if it keeps the memory of ``target``.
 
-        A tensor with the wanted device and dtype keeps its memory if the memory existed before the
-        load. Any tensor keeps its memory if another tensor shares it, if the load fills only a part
-        of it, or if one conversion in place of two would change the values. A tensor to convert also
-        keeps its memory if a module overrides torch's conversion, or if the tensor is a buffer with
-        several names, which torch's conversion would untie.
+        A tensor of the wanted device and dtype keeps memory from before the load. Any tensor keeps its
+        memory if another shares it, if the load fills a part of it, or if one conversion in place of two
+        would change the values. One to convert also does if a module overrides torch's conversion, or if
+        it is a buffer with several names, which torch's conversion would untie.
         """
         stays = target.dtype == final and target.device == self._device
         if stays and (target.nbytes <= _SMALL_BYTES or not self._log.owns(target)):
             return None
-        tensors = self._tensors.get(storage_key(target), [])
-        if len({id(tensor) for tensor in tensors}) != 1:
+        places = self._places.get(storage_key(target), [])
+        if len({id(tensor) for *_, tensor in places}) != 1:
             return None
-        tensor, *more = tensors
-        if not stays and (
-            id(tensor) in self._left_to_modules or (more and not isinstance(tensor, nn.Parameter))
-        ):
+        module, leaf, tensor = places[0]
+        is_buffer = any(name in owner._buffers for owner, name, _ in places)
+        if not stays and (id(tensor) in self._left_to_modules or (is_buffer and len(places) > 1)):
             return None
         if target.dtype not in {final, stored} and (stored, target.dtype) not in _EXACT:
             return None
         if self._device.type not in {"cpu", "cuda"} or not _is_whole(tensor, target):
             return None
-        if not stays and id(tensor) in self._buffers:
-            module, leaf = self._buffers[id(tensor)]
+        if not stays and is_buffer:
             tensor = module._buffers[leaf] = target  # Module.to() also makes a new buffer
         return tensor
 

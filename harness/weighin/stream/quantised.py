@@ -5,7 +5,7 @@ not look. Without it, names and dtypes suffice: the codes of a weight and their 
 names' suffixes. A loader that takes codes for weights gets wrong values without any error.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
@@ -164,11 +164,11 @@ def in_checkpoint(path: Path, slices: Sequence[Slice]) -> Quantised | None:
     return found if found and found.weights else None
 
 
-def refuse_codes(path: Path, slices: Sequence[Slice], names: Iterable[str]) -> None:
+def refuse_codes(path: Path, slices: Sequence[Slice], names: Callable[[], Iterable[str]]) -> None:
     """Refuse codes for a model with tensors of these ``names``, unless it has some for scales."""
     if not (codes := find_codes(slices)):
         return
-    places = {name.rpartition(".")[2] for name in names}
+    places = {name.rpartition(".")[2] for name in names()}
     if any(scales.rpartition(".")[2] not in places for _, scales in codes.values()) and (
         found := in_checkpoint(path, slices)
     ):

@@ -1,7 +1,6 @@
 """Walk the tensors of a model, tell which memory they use and share, and tie or move them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -140,37 +139,3 @@ def assign(
     share_missing(state, tied)
     model.load_state_dict(state, assign=True)
     retie(model, tied)
-
-
-@contextmanager
-def real_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Replace parameters and persistent buffers on the meta device by uninitialised CPU tensors.
-
-    Tied tensors stay tied. A name in ``dtypes`` gets this dtype. If the body of the ``with`` statement
-    raises, the model gets the tensors on the meta device back.
-    """
-    made: dict[int, torch.Tensor] = {}
-    undo: list[tuple[nn.Module, str, torch.Tensor]] = []
-    for prefix, module in model.named_modules():
-        for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or not tensor.is_meta or nn.parameter.is_lazy(tensor):
-                continue
-            if leaf in module._non_persistent_buffers_set:
-                continue
-            if id(tensor) not in made:
-                kind = dtypes.get(f"{prefix}.{leaf}" if prefix else leaf, tensor.dtype)
-                real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
-                if isinstance(tensor, nn.Parameter):
-                    real = torch.Tensor._make_subclass(type(tensor), real, tensor.requires_grad)
-                    real.__dict__.update(tensor.__dict__)
-                made[id(tensor)] = real
-                del real  # which would keep its memory until the body ends
-            undo.append((module, leaf, tensor))
-            setattr(module, leaf, made[id(tensor)])
-    made.clear()
-    try:
-        yield
-    except BaseException:
-        for module, leaf, tensor in undo:
-            setattr(module, leaf, tensor)
-        raise

@@ -328,7 +328,7 @@ def model_and_checkpoint(
     slices = formats.read(weights, selection)
     formats.refuse_empty(weights, slices)
     check_converts(path, slices, NOT_MEASURED)
-    quantised.refuse_codes(path, slices, ())
+    quantised.refuse_codes(path, slices, tuple)
     return ModelSpec(path.name, SYNTHESISED, {"tensors": pack(slices)}), weights
 
 
