@@ -59,23 +59,21 @@ def map_gguf_keys(model: Any, slices: Sequence[Slice]) -> Checkpoint:
     for name, sources in groups.items():
         shape, first = tuple(wanted[name].shape), sources[0]
         own = replace(first, name=name, shape=shape, stride=row_major(shape))
-        moves = _moves(partial(undo, name, sources), shape, sources)
-        if moves is None:  # values change, as those of norms do; transformers computes in float32
+        targets = _targets(partial(undo, name, sources), shape, sources)
+        if targets is None:  # values change, as those of norms do; transformers computes in float32
             own.dtype_name = "float32"
             own.fill = partial(_fill_whole, partial(undo, name, sources), name, sources)
-        elif moves[0] is not None or moves[1] or len(sources) > 1 or first.encoding:
-            own.fill = partial(_fill_by_rows, sources, *moves)
+        elif targets.size or len(sources) > 1 or first.encoding:
+            own.fill = partial(_fill_by_rows, sources, targets)
         if own.fill:
             own.encoding = first.encoding or first.dtype_name
         found.append(own)
     return found
 
 
-def _moves(undo: Undo, shape: tuple[int, ...], sources: Sequence[Slice]) -> tuple[Any, bool] | None:
-    """Return to which rows transformers moves the rows of the file; None if it does more than that.
-
-    The result is the number in the model's tensor of each row of the file (an array of NumPy, or None if all
-    keep their numbers), and whether the model's tensor is the transpose of the file's.
+def _targets(undo: Undo, shape: tuple[int, ...], sources: Sequence[Slice]) -> Any | None:
+    """Return each row's number in the model's tensor (an array of NumPy, empty if all keep theirs), or None
+    if transformers does more than move rows.
     """
     import numpy as np
 
@@ -95,16 +93,13 @@ def _moves(undo: Undo, shape: tuple[int, ...], sources: Sequence[Slice]) -> tupl
         made = undo(probes)
     if made is None or made.dtype != torch.int64:
         return None
-    moved: Any = made.numpy()
-    is_turned = moved.shape == (width, len(numbers)) and shape == (columns, len(numbers))
-    if not is_turned and (moved.shape != (*shape[:-1], width) or columns != shape[-1]):
+    if made.shape != (*shape[:-1], width) or columns != shape[-1]:
         return None
-    rows = (moved.T if is_turned else moved).reshape(-1, width)
-    origin = rows[:, 0] // width - 1
-    targets = np.argsort(origin)
+    rows: Any = made.numpy().reshape(-1, width)
+    targets = np.argsort(rows[:, 0])
     if not np.array_equal(rows[targets], numbers):  # not whole rows, each of them once
         return None
-    return (None if np.array_equal(rows, numbers) else targets), is_turned
+    return targets[:0] if np.array_equal(rows, numbers) else targets
 
 
 def _fill_whole(undo: Undo, target: str, sources: Sequence[Slice], memory: torch.Tensor) -> None:
@@ -119,16 +114,14 @@ def _fill_whole(undo: Undo, target: str, sources: Sequence[Slice], memory: torch
     memory.copy_(made)
 
 
-def _fill_by_rows(
-    sources: Sequence[Slice], targets: Any, is_turned: bool, memory: torch.Tensor
-) -> None:
-    flat = (memory.T if is_turned else memory).view(-1, sources[0].shape[-1])
+def _fill_by_rows(sources: Sequence[Slice], targets: Any, memory: torch.Tensor) -> None:
+    flat = memory.view(-1, sources[0].shape[-1])
     start = 0
     for values in chain.from_iterable(map(gguf.rows, sources)):
         stop = start + len(values)
-        if targets is None:
-            flat[start:stop] = values.to(flat.device)
-        else:
+        if targets.size:
             places = torch.from_numpy(targets[start:stop]).to(flat.device)
             flat[places] = values.to(flat.device, flat.dtype)
+        else:
+            flat[start:stop] = values.to(flat.device)
         start = stop

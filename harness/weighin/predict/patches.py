@@ -136,7 +136,7 @@ def _torch_files(ledger: Ledger) -> Iterator[Any]:
 def _streaming(ledger: Ledger) -> Iterator[Any]:
     """The reads of ``load_streaming`` fill tensors that exist: only their buffers need more memory."""
     from weighin.stream import construct, filling
-    from weighin.stream.bytes import DISK_THREADS, HUGE_PAGE_BYTES, Disk
+    from weighin.stream.bytes import ALIGNMENT, DISK_THREADS, HUGE_PAGE_BYTES, PIECE_BYTES, Disk
     from weighin.stream.slices import Fill
 
     original: Callable[[], None] = construct.give_back_heap
@@ -144,11 +144,14 @@ def _streaming(ledger: Ledger) -> Iterator[Any]:
     def fill(fills: Sequence[Fill], disk: Disk) -> None:
         stored = [one for one in fills if not one.where.fill]
         computed = [one for one in fills if one.where.fill]
-        buffers = filling.buffer_bytes(stored, disk.threads)
-        threads = disk.threads or DISK_THREADS
+        threads, used_bytes = disk.threads or DISK_THREADS, 0
+        for where, out in stored:
+            is_straight = out.dtype == where.dtype and out.nbytes > PIECE_BYTES and not where.parts
+            used_bytes += 4 * ALIGNMENT if is_straight else where.nbytes
         piece_bytes = filling.piece_bytes_of(sum(one.where.nbytes for one in stored), threads)
+        buffers_bytes = min(threads * (piece_bytes + 3 * ALIGNMENT), used_bytes)
         pinned = 2 * threads if stored and ledger.cuda is not None else 0
-        with ledger.holding(buffers), ledger.pinning(pinned, piece_bytes):
+        with ledger.holding(buffers_bytes), ledger.pinning(pinned, piece_bytes):
             for where, out in stored:
                 fresh = ledger.work["fresh_bytes"]
                 ledger.write(out)

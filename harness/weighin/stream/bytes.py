@@ -163,10 +163,8 @@ class Reader:
             except OSError as error:
                 raise unreadable(self._path, error) from error
             if not read:
-                end = offset + len(target)
-                raise CheckpointError(
-                    f"{self._path}: truncated: it ends before byte {end:,}", AGAIN
-                )
+                end = f"{offset + len(target):,}"
+                raise CheckpointError(f"{self._path}: truncated: it ends before byte {end}", AGAIN)
             done += read
             if drops:  # again from the MiB before, which may have ended within several pages' folio
                 start = _down(max(0, offset + done - read - _DROPPED_BYTES))
@@ -185,10 +183,8 @@ class Readers(NamedTuple):
 def choose(small_ns: int, sample_ns: int) -> Readers:
     """Return how to read a disk that answers a read of 4 KiB and one of 128 KiB in these times.
 
-    A local disk is fastest with few, large reads. Storage behind a network answers after some
-    milliseconds, and FUSE divides a large read into requests of 128 KiB, one after the other, so that
-    up to 64 threads must read at the same time. The reads from a late disk are small, because the
-    load ends only when the last read ends.
+    A local disk is fastest with few, large reads. Storage behind a network takes milliseconds, and FUSE
+    divides a read into requests of 128 KiB: up to 64 threads must make small reads at the same time.
     """
     if min(small_ns, sample_ns) < _LATE_NS:  # the quicker of both gives the latency
         return Readers(DISK_THREADS)
@@ -263,14 +259,10 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int =
 def allocate_all(tensors: Sequence[tuple[int, torch.dtype, int]]) -> list[torch.Tensor]:
     """Return flat uninitialised CPU tensors, in huge pages if all of them together have 2 MiB.
 
-    Without huge pages, faults of 4 KiB pages would take most of the time of a load from the page
-    cache. Each tensor has its own storage, so that ``torch.save`` of one tensor writes no other
-    tensor. When a tensor is freed, the pages that hold only this tensor are freed.
-
-    Args:
-        tensors: each tensor's number of elements, its dtype, and its offset in its file. A large tensor
-            gets the same offset within a page in memory as in the file, rounded down to
-            ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
+    Of each ``tensors`` has the number of elements, the dtype, and the offset in its file: a large one begins
+    at the same place in a page, rounded down to ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
+    Without huge pages, page faults would take most of the time of a load from the page cache. Each tensor
+    has its own storage, for ``torch.save``; when it is freed, so are the pages that hold it alone.
     """
     starts, end = [], 0
     for numel, dtype, offset in tensors:

@@ -1,13 +1,10 @@
 """Build a model without writing its weights, and restore the buffers that no checkpoint contains.
 
 A constructor initialises weights that a checkpoint then replaces. A ``WriteLog`` records in-place
-writes to memory that was allocated during the recording, instead of executing the writes. Memory
-that no code reads is therefore never touched, and takes no RAM. If code reads such memory, the log
-first executes the writes on which the values depend, in the same order and with the same random
-numbers as without a log.
-
-A ``WriteLog`` replaces no function of torch, and affects only the thread that records. It also notices
-the methods in ``_DIRECT_READS``, but no code that reads a tensor's memory through ``data_ptr()``.
+writes to memory that was allocated during the recording, instead of executing them, so that memory
+which no code reads takes no RAM. If code reads such memory, the log first executes the writes on which
+the values depend, in the same order and with the same random numbers as without a log. It affects only
+the thread that records, and misses code that reads a tensor's memory through ``data_ptr()``.
 
 No model is built on the meta device: its buffers would have no values, and the first Python operation
 there imports 800 modules, which takes 0.75 s and 68 MiB.
@@ -20,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -75,36 +72,17 @@ RealBuffers = Literal["all", "non_persistent"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class _Kind(NamedTuple):
-    """The properties of an operation of torch, derived from its schema.
-
-    ``written`` is the position and name of the argument that the operation writes and returns; None
-    if there is none, or the operation resizes tensors or writes to several arguments.
-    """
-
-    is_view: bool
-    reads_shape: bool
-    resizes: bool
-    random: bool
-    written: tuple[int, str] | None
-
-
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One deferred write to ``target``: the call of an operation, or values of a file.
-
-    Attributes:
-        held: aliases of all tensors among the arguments, ``target`` included, since code may later
-            give the tensors other memory.
-        rng_state: the state of torch's random generator before a random write; None if this is the
-            state that the previous random write leaves.
-    """
+    """One deferred write to ``target``: the call of an operation, or values of a file."""
 
     target: torch.Tensor
-    held: tuple[torch.Tensor, ...]
+    held: tuple[torch.Tensor, ...]  # aliases of all arguments, whose memory code may later replace
     call: tuple[Any, tuple[Any, ...], dict[str, Any]] | Fill
     random: bool = False
-    rng_state: torch.Tensor | None = None
+    rng_state: torch.Tensor | None = (
+        None  # before it; None: the one that the last random write leaves
+    )
     touched: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -206,8 +184,8 @@ class WriteLog(TorchDispatchMode):
         plain, kwargs = torch.Tensor.__torch_dispatch__, kwargs or {}
         if any(getattr(kind, "__torch_dispatch__", plain) != plain for kind in types):
             return NotImplemented  # the tensor subclass then calls operations on plain tensors
-        kind = _kind_of(func)
-        if kind.is_view or self._at_once:
+        is_view, reads_shape, resizes, random, written = _kind_of(func)
+        if is_view or self._at_once:
             return func(*args, **kwargs)
         tensors = [*tensors_in((args, kwargs))]
         if (
@@ -217,8 +195,8 @@ class WriteLog(TorchDispatchMode):
         ):
             with self:
                 return _DEFERRED[func](*args, **kwargs)
-        if kind.written is not None:
-            position, name = kind.written
+        if written is not None:
+            position, name = written
             target = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(target, torch.Tensor) and torch._debug_has_internal_overlap(target) != 1:
                 if func is _COPY and (fill := self._as_fill(target, args[1])):
@@ -227,15 +205,15 @@ class WriteLog(TorchDispatchMode):
                 if self.owns(target) and all(
                     _is_plain(one) and (one is target or _fits(one, target)) for one in tensors
                 ):
-                    self._record(func, args, kwargs, target, random=kind.random)
+                    self._record(func, args, kwargs, target, random=random)
                     return target
         if self._writes:
-            read = [] if kind.reads_shape else tensors
-            self.look(read, random=kind.random)
+            read = [] if reads_shape else tensors
+            self.look(read, random=random)
             for tensor in read:
                 self._promised.pop(storage_key(tensor), None)
         result = func(*args, **kwargs)
-        if not kind.resizes:
+        if not resizes:
             given = {storage_key(tensor) for tensor in tensors}
             for tensor in tensors_in(result):
                 if storage_key(tensor) not in given and not self.owns(tensor):
@@ -319,12 +297,10 @@ class WriteLog(TorchDispatchMode):
                     func(*args, **kwargs)
         finally:
             self._at_once = at_once
-        if before is not None:
-            self._follow(before)
-
-    def _follow(self, before: torch.Tensor) -> None:
-        """After draws were executed, let those that were not follow them; ``before`` is the caller's state."""
-        # If the caller has not set another random state since the last recorded draw.
+        if before is None:
+            return
+        # Let the draws that were not executed follow those that were, and go on from the last of all if
+        # the caller has not set another random state since it was recorded.
         continues = self._rng_state is not None and torch.equal(before, self._rng_state)
         after, self._rng_state = torch.get_rng_state(), None
         if rest := next((write for write in self._writes if write.random), None):
@@ -402,7 +378,12 @@ class _Functions(TorchFunctionMode):
 
 
 @cache
-def _kind_of(func: Any) -> _Kind:
+def _kind_of(func: Any) -> tuple[bool, bool, bool, bool, tuple[int, str] | None]:
+    """Tell whether an operation returns a view, reads shapes alone, resizes or draws, and what it writes.
+
+    That is the position and name of the argument that it writes and returns; None if there is none, or
+    it resizes tensors or writes to several arguments.
+    """
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     writes = [
@@ -413,20 +394,16 @@ def _kind_of(func: Any) -> _Kind:
     moves_only = torch.Tag.inplace_view in func.tags and name not in _RESIZES
     returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
     waits = len(writes) == 1 and returned is not None and returned.is_write
-    return _Kind(
-        is_view=moves_only or (not writes and any(one.alias_info for one in schema.returns)),
-        reads_shape=name in _SHAPES,
-        resizes=name in _RESIZES,
-        random=torch.Tag.nondeterministic_seeded in func.tags,
-        written=writes[0] if waits and name not in _RESIZES else None,
-    )
+    is_view = moves_only or (not writes and any(one.alias_info for one in schema.returns))
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    resizes = name in _RESIZES
+    written = writes[0] if waits and not resizes else None
+    return is_view, name in _SHAPES, resizes, is_random, written
 
 
 def _aliased(value: Any, aliases: dict[int, torch.Tensor]) -> Any:
-    """Return ``value`` with each tensor replaced by a second tensor object for the same memory.
-
-    No closure of ``_record``: one that calls itself would keep ``aliases`` while no garbage is collected.
-    """
+    """Return ``value`` with each tensor replaced by a second tensor object for the same memory."""
+    # No closure of _record: one that calls itself would keep aliases while no garbage is collected.
     if isinstance(value, torch.Tensor):
         return aliases.setdefault(id(value), value.detach())
     if isinstance(value, list | tuple):
@@ -446,9 +423,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided and tensor.device.type == "cpu" and storage_key(tensor) != 0
     )
-
-
-# -- models
 
 
 def without_weights(
@@ -552,8 +526,7 @@ def reset_buffers(
     wanted = dict(non_persistent_buffers(model))
     if not wanted:
         return
-    skeleton = construct(lambda: without_weights(partial(_call, builder, kwargs)), dtype)
-    values = dict(non_persistent_buffers(skeleton))
+    values = _buffers_of(lambda: without_weights(partial(_call, builder, kwargs)), dtype)
     moved: dict[int, torch.Tensor] = {}
     for name, (owner, leaf) in wanted.items():
         if name not in values:
@@ -562,7 +535,7 @@ def reset_buffers(
                 "in the model's code, register the buffer with persistent=True, or keep the names"
                 " that buffers have after the builder's call",
             )
-        value = cast(torch.Tensor, values[name][0]._buffers[values[name][1]])
+        value = values[name]
         owner._buffers[leaf] = moved.setdefault(id(value), value.to(device))
 
 
@@ -571,7 +544,11 @@ def constructed_buffers(
 ) -> dict[str, torch.Tensor]:
     """Construct the model with all its weights, and return its non-persistent buffers in ``dtype``."""
     with on_cpu():
-        model = construct(partial(_call, builder, kwargs), dtype)
+        return _buffers_of(partial(_call, builder, kwargs), dtype)
+
+
+def _buffers_of(build: Callable[[], nn.Module], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model = construct(build, dtype)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return {name: buffers[name] for name, _ in non_persistent_buffers(model)}
 
@@ -625,6 +602,7 @@ def resolve_builder(name: str) -> Builder:
 
 
 _libc: Final = ctypes.CDLL(None)
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # malloc.h
 
 
 def give_back_heap() -> None:
@@ -633,11 +611,13 @@ def give_back_heap() -> None:
         _libc.malloc_trim(0)
 
 
-def map_large_tensors() -> None:
-    """Make glibc return the memory of tensors of 1 MiB or more to the kernel when they are freed.
+def map_large_tensors(least_bytes: int = 1024**2) -> None:
+    """Make glibc return the memory of tensors of ``least_bytes`` or more to the kernel when they are freed.
 
-    By default, glibc keeps it up to a threshold, which glibc raises to as much as 32 MiB. The measured
-    processes do not call ``map_large_tensors``, because users' programs do not.
+    glibc itself keeps it up to a threshold, which it raises to as much as 32 MiB. A measured process
+    calls this only within ``load_pretrained``, because users' programs do not.
     """
     if hasattr(_libc, "mallopt"):
-        _libc.mallopt(-3, 1024 * 1024)  # M_MMAP_THRESHOLD
+        _libc.mallopt(_M_MMAP_THRESHOLD, least_bytes)
+        _libc.mallopt(_M_TRIM_THRESHOLD, 2 * least_bytes)
+        _libc.malloc_trim(0)

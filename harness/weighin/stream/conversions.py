@@ -84,20 +84,18 @@ def _placed(operations: Sequence[Any], groups: Sequence[Sequence["Lazy"]]) -> Pl
         whole = torch.cat(stacks, join) if is_join else stacks[0]
     except (IndexError, RuntimeError):  # transformers raises the error
         raise _LibraryAloneError from None
+
+    def part(at: int, width: int, number: int, out: torch.Tensor) -> torch.Tensor:
+        return out.narrow(join, at, width).select(stack, number)
+
     parts: list[tuple[Slice, Part]] = []
     at = 0
     for group, stacked in zip(groups, stacks, strict=True):
         width = stacked.shape[join]
         for number, lazy in enumerate(group):
-            parts.append((lazy.where, partial(_part, join, at, width, stack, number)))
+            parts.append((lazy.where, partial(part, at, width, number)))
         at += width
     return Planned(tuple(whole.shape), first.dtype, parts)
-
-
-def _part(
-    join: int, at: int, width: int, stack: int, number: int, out: torch.Tensor
-) -> torch.Tensor:
-    return out.narrow(join, at, width).select(stack, number)
 
 
 def _computed(
@@ -121,9 +119,6 @@ def _read(reader: Reader, where: Slice) -> torch.Tensor:
     if out.nbytes:
         reader.read(where.file, memory_of(out), where.offset)
     return out
-
-
-# -- fp8, and other codes with a scale for each block
 
 
 def _of_fp8(operation: Any, layer_name: str, model: Any, lazies: "Lazies") -> "Lazies":
@@ -204,10 +199,8 @@ def _whole_blocks(rows: int, unit: int, step: int) -> Iterator[tuple[int, int]]:
         first = last
 
 
-# -- MXFP4, whose experts become columns
-
-
 def _of_mxfp4(layer_name: str, model: Any, lazies: "Lazies") -> "Lazies":
+    """Return how to compute the weights of all experts from MXFP4, whose rows become columns."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     found = {name.rpartition("_")[2].rstrip("$"): group for name, group in lazies.items()}

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from functools import cache
 from math import prod
 from pathlib import Path
 from threading import Event, Lock
@@ -21,8 +20,6 @@ from typing import Final, NamedTuple
 import torch
 
 from weighin.stream.bytes import (
-    ALIGNMENT,
-    DISK_THREADS,
     HUGE_PAGE_BYTES,
     PIECE_BYTES,
     Disk,
@@ -88,16 +85,6 @@ def cache_threads() -> int:
     return min(_MOST_CACHE_THREADS, len(os.sched_getaffinity(0)))
 
 
-def buffer_bytes(fills: Iterable[Fill], threads: int | None) -> int:
-    """Return the largest size in bytes that the buffers of all threads together can have."""
-    threads, used, total = threads or DISK_THREADS, 0, 0
-    for where, out in fills:
-        is_straight = out.dtype == where.dtype and out.nbytes > PIECE_BYTES and not where.parts
-        used += 4 * ALIGNMENT if is_straight else where.nbytes
-        total += where.nbytes
-    return min(threads * (piece_bytes_of(total, threads) + 3 * ALIGNMENT), used)
-
-
 def piece_bytes_of(total_bytes: int, threads: int) -> int:
     """Return the size of a thread's buffer: larger ones are faster, and a large model has room for them."""
     room = int(total_bytes * _BUFFERS_SHARE / threads)
@@ -141,9 +128,6 @@ def empty(where: Slice, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return flat.as_strided(where.shape, dense_stride(where))
 
 
-# -- what is read by which thread
-
-
 def _on_threads(threads: int, jobs: "Iterator[list[_Piece] | Fill]", piece_bytes: int) -> None:
     lock, failed = Lock(), Event()
 
@@ -170,16 +154,12 @@ def _on_threads(threads: int, jobs: "Iterator[list[_Piece] | Fill]", piece_bytes
             raise
 
 
-@cache
-def _openmp() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-
-
 def _compute_alone() -> None:
     """Let torch compute on this thread alone: ``torch.set_num_threads`` would apply to the whole process."""
     torch.get_num_threads()  # else torch sets the number of this thread at its first operation
     with suppress(OSError, AttributeError):  # torch without OpenMP
-        _openmp().omp_set_num_threads(1)
+        openmp = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        openmp.omp_set_num_threads(1)
 
 
 def _blocks(one: Fill) -> Iterator[Fill]:
@@ -282,9 +262,6 @@ def _runs(pieces: Iterable[_Piece], most_bytes: int) -> Iterator[list[_Piece]]:
         yield run
 
 
-# -- how a thread reads
-
-
 class _Filler:
     """Fills tensors on one thread, with a reader and, for a GPU, pinned buffers."""
 
@@ -329,10 +306,6 @@ class _Filler:
             self._gpu = self._gpu or _GpuCopier(target.device, self._reader.piece_bytes)
             with self._gpu.copying_to(target) as pinned:
                 self._fill_one(piece._replace(target=pinned))
-        elif not target.is_cpu:
-            values = torch.empty(target.shape, dtype=dtype)
-            self._fill_one(piece._replace(target=values))
-            target.copy_(values)
         elif not target.is_contiguous():
             _convert(self._reader.piece(file, offset, piece.size), dtype, target)
         else:

@@ -9,7 +9,6 @@ ask for it; ``conversions`` fills the results of some operations piece by piece.
 serve other threads, and read a file that weighin cannot read.
 """
 
-import ctypes
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.stream import conversions, filling, formats
 from weighin.stream.bytes import Disk, allocate
+from weighin.stream.construct import map_large_tensors
 from weighin.stream.filling import empty
 from weighin.stream.safetensors_files import DTYPES
 from weighin.stream.slices import Fill, Slice, are_equal
@@ -32,8 +32,6 @@ from weighin.stream.slices import Fill, Slice, are_equal
 _CPU: Final = torch.device("cpu")
 _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
 _EXTRA_STATE: Final = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # malloc.h
-_FREED_BYTES: Final = 1024**2
 _USUAL_BYTES: Final = 32 * 1024**2
 
 _here = local()  # .load: the Load that runs in this thread
@@ -90,9 +88,8 @@ class SafeFile:
 class Load:
     """One load: what is still to be read, and the tensors that several names of the file share.
 
-    ``slices`` are the tensors of the files whose names and places are known. ``infos`` are
-    transformers' reports on missing and unexpected keys, one for each of its models. ``defers`` tells
-    whether nothing needs the values of a tensor before ``finish``.
+    ``slices`` are tensors of files that have been read. ``infos`` are transformers' reports on keys, one
+    for each of its models. ``defers`` tells whether nothing needs a tensor's values before ``finish``.
     """
 
     def __init__(
@@ -228,7 +225,15 @@ def _convert_and_load(
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in ties.items():
         one, other = state_dict.get(target), state_dict.get(source)
-        if isinstance(one, Lazy) and isinstance(other, Lazy) and _are_same(one.where, other.where):
+        if (
+            isinstance(one, Lazy)
+            and isinstance(other, Lazy)
+            and one.shape == other.shape
+            and one.where.fill is other.where.fill is None
+            and one.where.contiguous
+            and other.where.contiguous
+            and are_equal(one.where, other.where)
+        ):
             state_dict[target] = other
     result = real(model, state_dict, *args, **more)
     load.infos.append(result[0])
@@ -236,17 +241,12 @@ def _convert_and_load(
     return result
 
 
-def _are_same(one: Slice, other: Slice) -> bool:
-    alike = one.shape == other.shape and one.fill is other.fill is None
-    return alike and one.contiguous and other.contiguous and are_equal(one, other)
-
-
 def _install(replaced: ExitStack) -> None:
     replaced.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     replaced.callback(torch.set_rng_state, torch.get_rng_state())
-    _set_threshold(_FREED_BYTES)
-    replaced.callback(_set_threshold, _USUAL_BYTES)
+    map_large_tensors()
+    replaced.callback(map_large_tensors, _USUAL_BYTES)
     try:
         from transformers import core_model_loading as core
         from transformers import modeling_gguf_pytorch_utils as of_gguf
@@ -292,8 +292,8 @@ def reading(load: Load) -> Iterator[None]:
     """Let transformers read by this module, in this thread, until the context ends.
 
     Until then, other loads wait, and warnings and transformers' log are silent in the whole process. At
-    the end, torch's random numbers go on as if there had been no load. glibc meanwhile returns freed
-    memory of 1 MiB or more to the kernel; it cannot restore its threshold, which is 32 MiB at the end.
+    the end, torch's random numbers go on as if there had been no load, and glibc, whose former threshold
+    for memory that it returns to the kernel cannot be restored, has one of 32 MiB.
     """
     before = getattr(_here, "load", None)
     with _lock, ExitStack() as replaced:
@@ -302,11 +302,3 @@ def reading(load: Load) -> Iterator[None]:
         replaced.callback(setattr, _here, "load", before)
         _here.load = load
         yield
-
-
-def _set_threshold(size: int) -> None:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, size)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2 * size)
-        libc.malloc_trim(0)
