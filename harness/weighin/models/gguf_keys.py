@@ -20,12 +20,10 @@ from weighin.errors import CheckpointError
 from weighin.stream import gguf_files as gguf
 from weighin.stream.slices import Checkpoint, Slice, row_major
 
-# The width of the matrix of row numbers is 3, because few numbers of heads are multiples of 3.
-_COLUMNS: Final = 3
-
+_COLUMNS: Final = 3  # of the matrix of row numbers, because few numbers of heads are multiples of 3
+# transformers' code that undoes llama.cpp's changes: it makes one tensor of the model from the values
+# (arrays of NumPy) of the tensors of the file that belong to it.
 Undo = Callable[[Sequence[Any]], torch.Tensor | None]
-"""transformers' code that undoes llama.cpp's changes: it makes one tensor of the model from the values
-(arrays of NumPy) of the tensors of the file that belong to it."""
 
 
 def map_gguf_keys(model: Any, slices: Sequence[Slice]) -> Checkpoint:

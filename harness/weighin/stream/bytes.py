@@ -23,25 +23,16 @@ from weighin.probes import page_cache
 from weighin.stream.foreign import AGAIN, unreadable
 from weighin.stream.slices import Slice
 
-ALIGNMENT: Final = 4096
-"""The alignment of O_DIRECT reads in bytes: most file systems need 512, and few need more than 4096."""
-
+ALIGNMENT: Final = 4096  # of O_DIRECT reads: most file systems need 512, and few more than 4096
+# A read through a buffer: several threads keep a disk busy by them, and it fits into a processor's cache.
 PIECE_BYTES: Final = 512 * 1024
-"""The size of a read through a buffer: such reads keep a disk busy if several threads make them, and
-the buffer fits into a processor's cache."""
-
-DISK_THREADS: Final = 16
-"""16 threads keep a local disk busy even while some of them convert values or wait for a small read."""
-
+DISK_THREADS: Final = (
+    16  # keep a local disk busy while some convert values or wait for a small read
+)
 MOST_THREADS: Final = 64
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
-
-TENSOR_ALIGNMENT: Final = 64
-"""The alignment of torch's own allocations in bytes. The alignment affects how some operations round."""
-
-MAP_NORESERVE: Final = 0x4000
-"""A flag of linux/mman.h: the kernel does not count the mapping's size as committed memory."""
-
+TENSOR_ALIGNMENT: Final = 64  # torch's own, which affects how some operations round
+MAP_NORESERVE: Final = 0x4000  # linux/mman.h: the mapping does not count as committed memory
 _LATE_NS: Final = 500_000  # a local disk answers a small read within 50,000 to 200,000 ns
 _NEARLY_CACHED: Final = 15 / 16  # then only the missing pages are read from the disk
 _LEAST_STRAIGHT_BYTES: Final = 64 * 1024  # smaller targets are as fast through the buffer

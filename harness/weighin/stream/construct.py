@@ -44,6 +44,7 @@ def _copied(one: torch.Tensor, *, non_blocking: bool = False, **how: Any) -> tor
     return torch.empty_like(one, **how).copy_(one)
 
 
+# Operations as an allocation and one write, which the log can defer.
 _DEFERRED: Final[dict[Any, Callable[..., torch.Tensor]]] = {
     _aten.ones.default: lambda size, **how: torch.empty(size, **how).fill_(1),
     _aten.randn.default: lambda size, **how: torch.empty(size, **how).normal_(),
@@ -53,14 +54,10 @@ _DEFERRED: Final[dict[Any, Callable[..., torch.Tensor]]] = {
     _aten.triu.default: lambda one, *k: torch.triu(one, *k, out=torch.empty_like(one)),
     _aten.tril.default: lambda one, *k: torch.tril(one, *k, out=torch.empty_like(one)),
 }
-"""Operations as an allocation and one write, which the log can defer."""
-
-_SHAPES: Final = frozenset({
+_SHAPES: Final = frozenset({  # operations that use only a tensor's shape and dtype, not its values
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size",
 })  # fmt: skip
-"""Operations that use only a tensor's shape and dtype, not its values."""
-
 _RESIZES: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 _DIRECT_READS: Final = frozenset({
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
@@ -80,9 +77,7 @@ class _Write:
     held: tuple[torch.Tensor, ...]  # aliases of all arguments, whose memory code may later replace
     call: tuple[Any, tuple[Any, ...], dict[str, Any]] | Fill
     random: bool = False
-    rng_state: torch.Tensor | None = (
-        None  # before it; None: the one that the last random write leaves
-    )
+    rng_state: torch.Tensor | None = None  # before a random write; None: as the last one leaves it
     touched: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,19 +85,10 @@ class _Write:
 
 
 class WriteLog(TorchDispatchMode):
-    """The deferred writes of one thread.
+    """The deferred writes of one thread, also copies from a file."""
 
-    A load also defers copies from a file: ``fill`` makes one, and ``part_of`` returns the place of a view
-    of a file's tensor, or None if only the whole tensor can be read.
-    """
-
-    def __init__(
-        self,
-        fill: Callable[[Fill], None] | None = None,
-        part_of: Callable[[Slice, torch.Tensor], Slice | None] | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fill, self._part_of = fill, part_of
         self._writes: list[_Write] = []
         self._pending: set[int] = set()  # the storages that recorded writes touch
         self._own: dict[int, StorageWeakRef] = {}  # a weak reference prevents the reuse of the key
@@ -289,8 +275,10 @@ class WriteLog(TorchDispatchMode):
                 if write.rng_state is not None:
                     torch.set_rng_state(write.rng_state)
                 if isinstance(write.call, Fill):
-                    assert self._fill
-                    self._fill(write.call)
+                    from weighin.stream import filling  # each worker imports this module
+                    from weighin.stream.bytes import Disk
+
+                    filling.fill([write.call], Disk(1))
                     continue
                 func, args, kwargs = write.call
                 with torch.no_grad():
@@ -353,8 +341,9 @@ class WriteLog(TorchDispatchMode):
             or target.is_meta
         ):
             return None
-        assert self._part_of
-        where = self._part_of(self._promised[key], source)
+        from weighin.stream.filling import part_of  # each worker imports this module
+
+        where = part_of(self._promised[key], source)
         return Fill(where, target.detach()) if where else None
 
 

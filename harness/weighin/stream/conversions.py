@@ -25,12 +25,10 @@ if TYPE_CHECKING:
 
     Lazies = Mapping[str, Sequence[Lazy]]
 
+# Elements that are computed at once: so few that the C library keeps little freed memory.
 PIECE_ELEMENTS: Final = 64 * 1024
-"""The intended number of elements that are computed at once, small so that the C library keeps little
-freed memory."""
-
+# Takes a tensor of the model and returns the view that one source fills.
 Part = Callable[[torch.Tensor], torch.Tensor]
-"""Takes a tensor of the model and returns the view that one source fills."""
 
 
 @dataclass(frozen=True, slots=True)

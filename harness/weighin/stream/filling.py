@@ -31,10 +31,8 @@ from weighin.stream.bytes import (
 )
 from weighin.stream.slices import Fill, Slice, row_major
 
+# Of reads that convert no dtype: so large that threads seldom wait for the lock of the queue of reads.
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
-"""The size of a thread's reads if no dtype is converted: so large that threads seldom wait for the lock
-of the queue from which they take the reads."""
-
 _MOST_CACHE_THREADS: Final = 4
 _MOST_PROBED: Final = 16  # tensors
 _MOSTLY: Final = 0.75  # the kernel may reclaim single pages of a cached file

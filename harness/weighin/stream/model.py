@@ -41,14 +41,13 @@ from weighin.text import first_names, plain, shown
 
 Granularity = Literal["all", "module", "tensor"]
 
+# Dtypes (from, to) whose conversion loses no precision. If a second conversion follows, the loader skips
+# the first one, because the result is the same.
 _EXACT: Final = frozenset({
     (torch.float16, torch.float32), (torch.float16, torch.float64),
     (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
     (torch.float32, torch.float64),
 })  # fmt: skip
-"""Dtypes (from, to) whose conversion loses no precision. If a second conversion follows, the loader
-skips the first one, because the result is the same."""
-
 _LOADING: Final = {
     name: getattr(nn.Module, name)
     for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state")
@@ -116,15 +115,11 @@ def load_streaming(
             parameters for the scales of quantised tensors; or it has a tensor on the meta device.
     """
     path, selection = Path(checkpoint), Selection(key, strip_prefix)
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())  # as tensors report it
-    elif device.type == "cpu":
-        device = torch.device("cpu")
+    device = torch.empty(0, device=device).device  # as tensors report it: "cuda" with its number
     slices = formats.read(path, selection)
     if dtype is not None:
         check_converts(path, slices, "leave dtype out")
-    log = WriteLog(lambda one: filling.fill([one], Disk(1)), filling.part_of)
+    log = WriteLog()
     with log.recording():
         if not isinstance(model, nn.Module):
             with construct.on_cpu():
