@@ -246,11 +246,7 @@ class WriteLog(TorchDispatchMode):
             self._execute(keys, random=random)
 
     def _execute(
-        self,
-        keys: set[int],
-        *,
-        random: bool,
-        is_seen: Callable[[_Write], bool] = lambda _: False,
+        self, keys: set[int], *, random: bool, is_seen: Callable[[_Write], bool] = lambda _: False
     ) -> None:
         """Execute writes that touch storages ``keys``, are ``random`` or seen, and what they depend on."""
         chosen: list[_Write] = []
@@ -309,13 +305,7 @@ class WriteLog(TorchDispatchMode):
         self._append(_Write(fill.out, (fill.out,), fill))
 
     def _record(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: torch.Tensor,
-        *,
-        random: bool,
+        self, func: Any, args: Any, kwargs: Any, target: torch.Tensor, *, random: bool
     ) -> None:
         self._promised.pop(storage_key(target), None)
         aliases: dict[int, torch.Tensor] = {}
@@ -380,14 +370,12 @@ def _kind_of(func: Any) -> tuple[bool, bool, bool, bool, tuple[int, str] | None]
         for number, argument in enumerate(schema.arguments)
         if argument.alias_info and argument.alias_info.is_write
     ]
-    moves_only = torch.Tag.inplace_view in func.tags and name not in _RESIZES
+    resizes, is_random = name in _RESIZES, torch.Tag.nondeterministic_seeded in func.tags
+    is_view = any(one.alias_info for one in schema.returns) and not writes
+    is_view |= torch.Tag.inplace_view in func.tags and not resizes
     returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
-    waits = len(writes) == 1 and returned is not None and returned.is_write
-    is_view = moves_only or (not writes and any(one.alias_info for one in schema.returns))
-    is_random = torch.Tag.nondeterministic_seeded in func.tags
-    resizes = name in _RESIZES
-    written = writes[0] if waits and not resizes else None
-    return is_view, name in _SHAPES, resizes, is_random, written
+    waits = not resizes and len(writes) == 1 and returned is not None and returned.is_write
+    return is_view, name in _SHAPES, resizes, is_random, writes[0] if waits else None
 
 
 def _aliased(value: Any, aliases: dict[int, torch.Tensor]) -> Any:

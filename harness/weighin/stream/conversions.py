@@ -8,8 +8,7 @@ other operation is left to transformers.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.functional import pad
 
-from weighin.stream.bytes import Reader, memory_of
-from weighin.stream.slices import Slice, dtype_name, row_major
+from weighin.stream.bytes import Reader, allocate, memory_of
+from weighin.stream.slices import Fill, Slice, dtype_name, row_major
 
 if TYPE_CHECKING:
     from weighin.stream.reading import Lazy
@@ -27,25 +26,15 @@ if TYPE_CHECKING:
 
 # Elements that are computed at once: so few that the C library keeps little freed memory.
 PIECE_ELEMENTS: Final = 64 * 1024
-# Takes a tensor of the model and returns the view that one source fills.
-Part = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A tensor of the model, and what fills each of its parts."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: list[tuple[Slice, Part]]
+Filled = tuple[torch.Tensor, list[Fill]]  # a tensor of the model, and what is to fill its parts
 
 
 class _LibraryAloneError(Exception):
     """Only transformers knows how to convert these tensors."""
 
 
-def in_place(converter: Any, layer_name: str, model: Any, lazies: "Lazies") -> Planned | None:
-    """Return how to fill a ``WeightConverter``'s result; None: transformers has to compute it."""
+def in_place(converter: Any, layer_name: str, model: Any, lazies: "Lazies") -> Filled | None:
+    """Return memory for a ``WeightConverter``'s result; None: transformers has to compute it."""
     if len(converter.target_patterns) != 1:
         return None
     operations = list(converter.operations)
@@ -63,12 +52,13 @@ def in_place(converter: Any, layer_name: str, model: Any, lazies: "Lazies") -> P
         return None
 
 
-def _placed(operations: Sequence[Any], groups: Sequence[Sequence["Lazy"]]) -> Planned:
-    """Return the places of the tensors in the result of stacking, or of stacking and joining."""
+def _placed(operations: Sequence[Any], groups: Sequence[Sequence["Lazy"]]) -> Filled:
+    """Return the result of stacking, or of stacking and joining, with the places of the tensors in it."""
     first, *others = (lazy for group in groups for lazy in group)
     kinds = [type(operation).__name__ for operation in operations]
     if not (kinds or others):
-        return Planned(first.where.shape, first.dtype, [(first.where, lambda out: out)])
+        out = allocate(prod(first.shape), first.dtype, first.device).view(first.shape)
+        return out, [Fill(first.where, out)]
     is_stack = kinds == ["MergeModulelist"] and len(groups) == 1
     is_join = kinds == ["MergeModulelist", "Concatenate"]  # such as the stacks of gate and up
     if not (is_stack or is_join) or any(lazy.dtype != first.dtype for lazy in others):
@@ -82,18 +72,13 @@ def _placed(operations: Sequence[Any], groups: Sequence[Sequence["Lazy"]]) -> Pl
         whole = torch.cat(stacks, join) if is_join else stacks[0]
     except (IndexError, RuntimeError):  # transformers raises the error
         raise _LibraryAloneError from None
-
-    def part(at: int, width: int, number: int, out: torch.Tensor) -> torch.Tensor:
-        return out.narrow(join, at, width).select(stack, number)
-
-    parts: list[tuple[Slice, Part]] = []
-    at = 0
+    out = allocate(whole.numel(), first.dtype, first.device).view(whole.shape)
+    fills, at = list[Fill](), 0
     for group, stacked in zip(groups, stacks, strict=True):
-        width = stacked.shape[join]
-        for number, lazy in enumerate(group):
-            parts.append((lazy.where, partial(part, at, width, number)))
-        at += width
-    return Planned(tuple(whole.shape), first.dtype, parts)
+        joined = out.narrow(join, at, stacked.shape[join])
+        fills += [Fill(lazy.where, joined.select(stack, n)) for n, lazy in enumerate(group)]
+        at += stacked.shape[join]
+    return out, fills
 
 
 def _computed(

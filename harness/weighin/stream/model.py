@@ -52,10 +52,10 @@ _LOADING: Final = {
     name: getattr(nn.Module, name)
     for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 }
-_UNITS: Final[dict[str, Callable[[str], str]]] = {
+_UNITS: Final[dict[str, Callable[[Fill], str]]] = {
     "all": lambda _: "",
-    "module": lambda name: name.rpartition(".")[0],
-    "tensor": lambda name: name,
+    "module": lambda fill: fill.where.name.rpartition(".")[0],
+    "tensor": lambda fill: fill.where.name,
 }
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 _FOREIGN: Final = re.compile(r"(?:GLOBAL |unpickle )(\S+?)(?: was not| is not|$)")
@@ -133,11 +133,8 @@ def load_streaming(
         refuse_codes(path, slices, model.state_dict)
         values = _extra_values(model, slices, selection)
     _record(model, slices, values, log, path)
-    fills = log.finish()
-    fills.sort(key=lambda fill: (str(fill.where.file), fill.where.offset))
-    unit_of = _UNITS[granularity]
-    units = itertools.groupby(fills, lambda fill: unit_of(fill.where.name))
-    batches = [list(members) for _, members in units]
+    fills = sorted(log.finish(), key=lambda fill: (str(fill.where.file), fill.where.offset))
+    batches = [list(members) for _, members in itertools.groupby(fills, _UNITS[granularity])]
     del fills
     placer, disk = _Placer(model, log, device, dtype), Disk(threads)
     while batches:
@@ -222,9 +219,8 @@ def _plain_copies(model: nn.Module, slices: Checkpoint) -> list[Fill] | None:
         kind, own = type(module), module.__dict__
         if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
             return None
-        for name, method in _LOADING.items():
-            if name in own or getattr(kind, name) is not method:
-                return None
+        if any(name in own or getattr(kind, name) is not ours for name, ours in _LOADING.items()):
+            return None
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None or name in module._non_persistent_buffers_set:

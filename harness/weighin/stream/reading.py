@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from math import prod
 from pathlib import Path
 from threading import RLock, local
 from typing import Any, Final
@@ -23,7 +22,7 @@ import torch
 
 from weighin.errors import CheckpointError
 from weighin.stream import conversions, filling, formats
-from weighin.stream.bytes import Disk, allocate
+from weighin.stream.bytes import Disk
 from weighin.stream.construct import map_large_tensors
 from weighin.stream.filling import empty
 from weighin.stream.safetensors_files import DTYPES
@@ -56,17 +55,30 @@ class Lazy:
         return list(self.where.shape)
 
     def get_dtype(self) -> str:
-        name: str = _NAMES.get(self.where.dtype_name, self.where.dtype_name)
-        return name
+        return str(_NAMES.get(self.where.dtype_name, self.where.dtype_name))
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
+    def read(self) -> torch.Tensor:
+        out = empty(self.where, self.dtype, self.device)
+        filling.fill([Fill(self.where, out)], self.load.disk)
+        return out
+
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.load.read(self)[index]
+        return self.read()[index]
 
     def __call__(self) -> torch.Tensor:
-        return self.load.tensor(self)
+        """Return the tensor, filled by ``Load.finish`` if only renamed; names of one place share one."""
+        load, where = self.load, self.where
+        if not load.defers:
+            return self.read()
+        source = where.place if self.dtype == where.dtype else where
+        key = source, self.dtype, self.device
+        if key not in load.shared:
+            load.shared[key] = out = empty(where, self.dtype, self.device)
+            load.fills.append(Fill(where, out))
+        return load.shared[key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,11 +111,11 @@ class Load:
         self.infos: list[Any] = []
         self.defers = False
         self.fills: list[Fill] = []
-        self._disk = Disk(threads)
+        self.shared: dict[object, torch.Tensor] = {}
+        self.disk = Disk(threads)
         self._files: dict[Path, list[Slice]] = {}
         for one in slices:
             self._files.setdefault(one.file, []).append(one)
-        self._shared: dict[object, torch.Tensor] = {}
 
     def lazy(self, slices: Sequence[Slice]) -> dict[str, Lazy]:
         return {one.name: Lazy(self, one, one.dtype) for one in slices}
@@ -118,27 +130,10 @@ class Load:
             return None
         return slices if slices.only_tensors else None
 
-    def tensor(self, lazy: Lazy) -> torch.Tensor:
-        """Return a tensor, filled by ``finish`` if only renamed; names of one place share one."""
-        if not self.defers:
-            return self.read(lazy)
-        where = lazy.where
-        source = where.place if lazy.dtype == where.dtype else where
-        key = source, lazy.dtype, lazy.device
-        if key not in self._shared:
-            self._shared[key] = out = empty(where, lazy.dtype, lazy.device)
-            self.fills.append(Fill(where, out))
-        return self._shared[key]
-
-    def read(self, lazy: Lazy) -> torch.Tensor:
-        out = empty(lazy.where, lazy.dtype, lazy.device)
-        filling.fill([Fill(lazy.where, out)], self._disk)
-        return out
-
     def finish(self) -> None:
-        self._shared.clear()
+        self.shared.clear()
         fills, self.fills = self.fills, []
-        filling.fill(fills, self._disk)
+        filling.fill(fills, self.disk)
 
 
 # Replaced functions: the first arguments are the load of this thread and the original
@@ -206,15 +201,14 @@ def _convert(
     groups = dict(self.collected_tensors)
     lazies = [one for group in groups.values() for one in group]
     devices = {one.device if isinstance(one, Lazy) else None for one in lazies}
-    planned = None
+    made = None
     if self.quantization_operation is None and len(devices) == 1 and None not in devices:
-        planned = conversions.in_place(self, layer_name, model, groups)
-    if planned is None:
+        made = conversions.in_place(self, layer_name, model, groups)
+    if made is None:
         return real(self, layer_name, model, *args, **more)
     self.collected_tensors.clear()
-    size = prod(planned.shape)
-    out = allocate(size, planned.dtype, lazies[0].device).view(planned.shape)
-    load.fills += [Fill(where, part(out)) for where, part in planned.parts]
+    out, fills = made
+    load.fills += fills
     return {layer_name.replace("*.", "0."): out}
 
 
