@@ -57,10 +57,11 @@ def map_gguf_keys(model: Any, slices: Sequence[Slice]) -> Checkpoint:
     for name, sources in groups.items():
         shape, first = tuple(wanted[name].shape), sources[0]
         own = replace(first, name=name, shape=shape, stride=row_major(shape))
-        targets = _targets(partial(undo, name, sources), shape, sources)
+        undone = partial(undo, name, sources)
+        targets = _targets(undone, shape, sources)
         if targets is None:  # values change, as those of norms do; transformers computes in float32
             own.dtype_name = "float32"
-            own.fill = partial(_fill_whole, partial(undo, name, sources), name, sources)
+            own.fill = partial(_fill_whole, undone, name, sources)
         elif targets.size or len(sources) > 1 or first.encoding:
             own.fill = partial(_fill_by_rows, sources, targets)
         if own.fill:
@@ -105,10 +106,11 @@ def _fill_whole(undo: Undo, target: str, sources: Sequence[Slice], memory: torch
     made = undo(values)
     if made is None or made.shape != memory.shape:
         found = "nothing" if made is None else f"the shape {tuple(made.shape)}"
-        what = f"transformers makes {found} of {sources[0].name!r}"
-        wanted = f"{target!r} of the model has the shape {tuple(memory.shape)}"
-        repair = "install another version of transformers"
-        raise CheckpointError(f"{sources[0].file}: {what}, but {wanted}", repair)
+        raise CheckpointError(
+            f"{sources[0].file}: transformers makes {found} of {sources[0].name!r}, but {target!r} of"
+            f" the model has the shape {tuple(memory.shape)}",
+            "install another version of transformers",
+        )
     memory.copy_(made)
 
 

@@ -397,9 +397,7 @@ def _fits(tensor: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided and tensor.device.type == "cpu" and storage_key(tensor) != 0
-    )
+    return tensor.layout is torch.strided and tensor.is_cpu and storage_key(tensor) != 0
 
 
 def without_weights(
@@ -463,10 +461,8 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
                     continue
                 if isinstance(tensor, nn.Parameter):
                     tensor.data = tensor.data.to(dtype)
-                    continue
-                if id(tensor) not in converted:
-                    converted[id(tensor)] = tensor.to(dtype)
-                module._buffers[leaf] = converted[id(tensor)]
+                else:
+                    module._buffers[leaf] = converted.setdefault(id(tensor), tensor.to(dtype))
     return model
 
 

@@ -191,9 +191,8 @@ def _of_mxfp4(layer_name: str, model: Any, lazies: "Lazies") -> "Lazies":
         raise _LibraryAloneError
     (lazy,) = found["blocks"]
     blocks, scales = lazy.where, found["scales"][0].where
-    if len(blocks.shape) != 4 or blocks.shape[:3] != scales.shape:
-        raise _LibraryAloneError
-    if not (blocks.contiguous and scales.contiguous):
+    fits = len(blocks.shape) == 4 and blocks.shape[:3] == scales.shape
+    if not (fits and blocks.contiguous and scales.contiguous):
         raise _LibraryAloneError
     module, _, leaf = layer_name.rpartition(".")
     dtype = getattr(model.get_submodule(module), leaf).dtype
