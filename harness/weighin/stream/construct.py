@@ -216,11 +216,9 @@ class WriteLog(TorchDispatchMode):
         return tensor
 
     def initialise(self, func: Any, tensor: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-        """Call a function of ``torch.nn.init`` that draws random numbers, and return the tensor.
-
-        A call like one that torch has accepted is recorded as a whole, which is faster than its
-        operations are. A call that torch refuses raises the exception in the constructor.
-        """
+        """Call a function of ``torch.nn.init`` that draws random numbers, and return the tensor."""
+        # A call like one that torch has accepted is recorded as a whole, which is faster than its
+        # operations are; a call that torch refuses raises in the constructor.
         call = (func, tensor.dtype, tensor.ndim, *settings.values())
         is_usual = (
             not self._at_once

@@ -118,8 +118,7 @@ def _of_fp8(operation: Any, layer_name: str, model: Any, lazies: "Lazies") -> "L
         elif len(scales) != len(group) or dtype is None:
             raise _LibraryAloneError
         else:
-            pairs = zip(group, scales, strict=True)
-            made[name] = [_fp8(operation, dtype, *pair) for pair in pairs]
+            made[name] = [_fp8(operation, dtype, *pair) for pair in zip(group, scales, strict=True)]
     return made
 
 

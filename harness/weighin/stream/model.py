@@ -221,17 +221,15 @@ def _plain_copies(model: nn.Module, slices: Checkpoint) -> list[Fill] | None:
             return None
         if any(name in own or getattr(kind, name) is not ours for name, ours in _LOADING.items()):
             return None
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or name in module._non_persistent_buffers_set:
-                    continue
-                source = left.pop(prefix + name, None)
-                if source is None or not _fits(tensor, source):
-                    return None
-                copies.append(Fill(source, tensor))
-        if module._modules:
-            children = reversed(module._modules.items())
-            todo += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or name in module._non_persistent_buffers_set:
+                continue
+            source = left.pop(prefix + name, None)
+            if source is None or not _fits(tensor, source):
+                return None
+            copies.append(Fill(source, tensor))
+        children = reversed(module._modules.items())
+        todo += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
     return None if left else copies
 
 

@@ -186,8 +186,7 @@ def _spawn_materialize(
 
 def _rename(load: Load, real: Any, self: Any, layer_name: str, *args: Any, **more: Any) -> Any:
     """Convert by ``WeightRenaming``: nothing reads the values before the end, so they may come later."""
-    is_state = layer_name.endswith(_EXTRA_STATE)
-    load.defers = self.quantization_operation is None and not is_state
+    load.defers = self.quantization_operation is None and not layer_name.endswith(_EXTRA_STATE)
     try:
         return real(self, layer_name, *args, **more)
     finally:
