@@ -97,6 +97,20 @@ def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     )
 
 
+class AlsoABuffer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(200, 200))
+        self.register_buffer("same", self.weight)
+
+
+def test_a_parameter_that_is_a_buffer_too_stays_both(tmp_path: Path) -> None:
+    torch.save(AlsoABuffer().state_dict(), tmp_path / "both.pt")
+    model = load_streaming(AlsoABuffer, tmp_path / "both.pt", dtype=torch.bfloat16)
+    assert model.get_buffer("same") is model.get_parameter("weight")
+    assert torch.equal(model.get_parameter("weight"), torch.ones(200, 200, dtype=torch.bfloat16))
+
+
 def test_memory_that_is_there_is_filled_where_it_is(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = tied(**KWARGS)
