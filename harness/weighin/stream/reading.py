@@ -1,12 +1,10 @@
 """Let transformers read a folder's tensors straight into the memory that becomes the model.
 
-``from_pretrained`` decides everything: class, names, conversions, ties, initialisation and dtypes.
-Only the bytes come from here: while a load of this thread runs, transformers' functions that read
-files (private ones: see ``_install``) are replaced by functions that hand out ``Lazy`` tensors. A
-tensor that is only renamed gets its memory at once, and its values, together with all others, when
-transformers has placed the last one. A tensor that transformers' operations convert is read when they
-ask for it; ``conversions`` fills the results of some operations piece by piece. The original functions
-serve other threads, and read a file that weighin cannot read.
+``from_pretrained`` decides everything but the bytes: while a load of this thread runs, transformers'
+functions that read files (private ones: see ``_install``) hand out ``Lazy`` tensors. One that is only
+renamed gets its memory at once, and its values, with all others, when transformers has placed the last
+one. One that transformers' operations convert is read when they ask for it; ``conversions`` fills some
+results piece by piece. Other threads, and files that weighin cannot read, get the original functions.
 """
 
 import warnings
@@ -217,17 +215,11 @@ def _convert_and_load(
     """Let tied names of equal bytes share one tensor, and read all values when each has its place."""
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in ties.items():
-        one, other = state_dict.get(target), state_dict.get(source)
-        if (
-            isinstance(one, Lazy)
-            and isinstance(other, Lazy)
-            and one.shape == other.shape
-            and one.where.fill is other.where.fill is None
-            and one.where.contiguous
-            and other.where.contiguous
-            and are_equal(one.where, other.where)
-        ):
-            state_dict[target] = other
+        pair = state_dict.get(target), state_dict.get(source)
+        stored = [one.where for one in pair if isinstance(one, Lazy) and one.where.fill is None]
+        comparable = len(stored) == 2 and stored[0].shape == stored[1].shape
+        if comparable and all(one.contiguous for one in stored) and are_equal(*stored):
+            state_dict[target] = state_dict[source]
     result = real(model, state_dict, *args, **more)
     load.infos.append(result[0])
     load.finish()
