@@ -2,15 +2,13 @@
 
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from weighin import child_process
 from weighin.errors import CheckpointError
 
 Report = Callable[[str, float | None], None]
 """A function that shows the current step's text, and its share done: 0 to 1, None if unknown."""
-
-_LAST_LINES: Final = 3
 
 
 def run_child(
@@ -33,7 +31,7 @@ def run_child(
         code = child.wait()
         if done is not None:
             return done
-        lines = child_process.printed_lines(child.printed)[-_LAST_LINES:]
+        lines = child_process.printed_lines(child.printed)[-3:]
     end, repair = f"ended with exit code {code}", "if the model's builder raised this, correct it"
     if code < 0:
         end = f"was killed by {signal.Signals(-code).name}"

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from weighin.cell import ModelSpec
+from weighin.checkpoint import reader
 from weighin.checkpoint.checksum import (
     CELL_DTYPES,
     PIECE_ELEMENTS,
@@ -25,13 +26,6 @@ from weighin.checkpoint.checksum import (
     summing,
 )
 from weighin.checkpoint.manifest import Kind, Manifest, TensorEntry
-from weighin.checkpoint.reader import (
-    RECORD_BYTES,
-    bytes_to_read,
-    checksum_of,
-    read_pieces,
-    widest_dtype,
-)
 from weighin.errors import CheckpointError, ConfigError
 from weighin.models.pretrained import written_after_load
 from weighin.stream import construct, formats, pretrained_folder
@@ -196,7 +190,7 @@ def make(
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     described = describe(spec)
     stored = [0 if one.shared_with else one.nbytes for one in plans(described)]
-    permit(len(stored) * RECORD_BYTES + sum(stored), 0)
+    permit(len(stored) * reader.RECORD_BYTES + sum(stored), 0)
     for name, one in described.items():
         if one.kind == "parameter":
             described[name] = replace(one, read=partial(parameter_pieces, seed, name, one.tensor))
@@ -232,13 +226,14 @@ def index(
     refuse_codes(checkpoint, slices, lambda: described)
     places = {where.name: where for where in slices}
     _check_fits(checkpoint, spec.name, places, described)
-    permit(sum(RECORD_BYTES + one.nbytes for one in slices) * converts, bytes_to_read(slices))
+    to_write = sum(reader.RECORD_BYTES + one.nbytes for one in slices) if converts else 0
+    permit(to_write, reader.bytes_to_read(slices))
     for name, place in places.items():
         described[name] = replace(
             described[name],
             dtype=place.dtype,
             place=place.place,
-            read=partial(read_pieces, place),
+            read=partial(reader.read_pieces, place),
         )
     sums = _buffer_sums(spec, described)
     if converts:
@@ -265,8 +260,9 @@ def _index_folder(
         )
     sums: Sums = {}
     if not in_place:
-        permit(sum(RECORD_BYTES + where.nbytes for where in slices), 0)  # the library maps files
-        wide = torch.float32 if is_gguf else widest_dtype(slices)
+        # The library maps the files, which the kernel counts as no reads.
+        permit(sum(reader.RECORD_BYTES + where.nbytes for where in slices), 0)
+        wide = torch.float32 if is_gguf else reader.widest_dtype(slices)
         whole = describe_model(loaded(spec, checkpoint, wide))
         _write_tensors(fmt, folder, whole, sums)
         del whole  # before the next load
@@ -281,7 +277,7 @@ def _index_folder(
         places = {where.name: where for where in slices}
         for name in written_after_load(model) & places.keys() & described.keys():
             kept = described[name].dtype
-            in_file[name] = {dtype_name(kept): checksum_of(places[name], kept)}
+            in_file[name] = {dtype_name(kept): reader.checksum_of(places[name], kept)}
     keys = f"quantised with {quantised.method}" if quantised else _other_keys(slices, described)
     return _write_manifest(
         spec, str(checkpoint), folder, described, sums, "" if is_gguf else keys, in_file
