@@ -118,10 +118,7 @@ def check(context: click.Context) -> None:
 
 
 def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType({})) -> "Settings":
-    """Return a verb's settings, of models or of the typed commands; ``defaults`` hold where no suite is named.
-
-    Settings without an effect are refused if typed, and left out of a suite or pyproject.toml.
-    """
+    """Return a verb's settings; those without an effect are refused if typed, else left out."""
     from weighin.settings import definition
 
     verb, suite = context.command.name or "", context.params.get("suite")

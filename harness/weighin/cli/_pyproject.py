@@ -1,10 +1,8 @@
 """Read settings, and defaults of other options, from ``[tool.weighin]`` in pyproject.toml.
 
-A key is the name of an option, or a key of a suite for the verbs that take ``--set``.
-``[tool.weighin]`` holds defaults for ``bench``, ``floor``, ``predict`` and ``recommend``, and
-``[tool.weighin.VERB]`` for one verb, which override them. The file is the nearest pyproject.toml with
-such a table, in the current folder or above it. Relative paths in it start at its folder. Options
-such as ``--trust`` and ``--yes`` are accepted only on the command line.
+A key is the name of an option, or a key of a suite for the verbs that take ``--set``. The values in
+``[tool.weighin.VERB]`` override the defaults in ``[tool.weighin]``. Relative paths start at the file's folder.
+Permissions such as ``--trust`` and ``--yes`` are accepted only on the command line.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""``weighin doctor``: test which limits this machine can enforce and which figures it can measure.
-
-Each capability is tested, in a temporary cgroup for example, and none inferred from version numbers.
-"""
+"""``weighin doctor``: try which limits this machine enforces and what it measures, whatever its versions."""
 
 import os
 import shutil

@@ -45,9 +45,7 @@ _WITH_VALUE: Final = re.compile(r"-[A-Za-z]*[WXoOrI]")
 def start(
     settings: Settings, folder: Path | None = None, nodes: Sequence[Node] = ()
 ) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run and notes. The folder is usually
-    ``results/TIME-LABELS-LIMITS``; ``nodes`` are the machines that will measure, if not this one.
-    """
+    """Plan a new run, write its plan, and return the run and notes; ``nodes`` measure it, if not this machine."""
     if settings.commands:
         planned, isolation, note = _plan_commands(settings, nodes)
         labels = ["-".join(dict.fromkeys(each.cell.strategy for each in planned))[:_LABEL_LENGTH]]

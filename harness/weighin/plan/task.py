@@ -1,6 +1,4 @@
-"""Define a run: its cells, its settings, its folder, and the machines that it needs (the nodes of a Ray cluster,
-or this machine), which must have the RAM, the GPU and the isolation.
-"""
+"""Define a run: its cells, settings and folder, and the machines with the RAM, GPU and isolation that it needs."""
 
 from __future__ import annotations
 
@@ -143,9 +141,7 @@ class Demand:
 
 
 def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
-    """Return an isolation that works on the machines of a run, and a note for the user; raise an error if a limit,
-    the GPU or the isolation fits no machine.
-    """
+    """Return an isolation that works on the machines of a run, with a note; refuse what fits no machine."""
     if settings.device == "cpu" and any(limit is not None for limit in settings.vram):
         raise ConfigError(
             "vram limits GPU memory, but the device is cpu",

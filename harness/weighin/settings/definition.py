@@ -1,7 +1,4 @@
-"""Define the settings of a run, and read them from a suite, from options of a command line, or a plan.
-
-An error names the file and the key, and for an unknown key the most similar valid key.
-"""
+"""Define the settings of a run, and read them from a suite, from options of a command line, or a plan."""
 
 import re
 import shlex
@@ -97,10 +94,7 @@ def _parsed(parse: Callable[[str], _One], text: str) -> _One:
 
 
 def _as_number(parse: Callable[[str], int], value: object, info: ValidationInfo) -> object:
-    """Read a limit, rate or latency: a number, a text for ``parse``, or "none" (no limit).
-
-    The numbers of a plan are in its own units.
-    """
+    """Read a limit, rate or latency: a text for ``parse``, "none" (no limit), or a number, of a plan in its unit."""
     if isinstance(value, bool) or not isinstance(value, str | int) or info.context == IN_PLAN:
         return value
     if str(value).lower() == "none":
