@@ -23,9 +23,8 @@ from weighin.files import MIB, read_bytes
 from weighin.stream.pretrained_library import PIPELINE, WEIGHTS
 from weighin.text import few, first_names, one_line, shown
 
-AGAIN: Final = (
-    "copy or download the file again"  # only a file that ends too early is proven to be cut off
-)
+# Only of a file that ends too early: other faults do not prove that a copy is cut off.
+AGAIN: Final = "copy or download the file again"
 RESAVE: Final = (
     "save it again with the program that wrote it; if that program cannot read it either, the file is"
     " damaged"
@@ -34,12 +33,8 @@ SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(
 NOT_MEASURED: Final = (
     "its loads cannot be measured; weighin inspect, convert and load_streaming read it as it is"
 )
-HUB_ENTRY: Final = (
-    "models--"  # begins the name of a model's folder in the Hub's cache: "models--owner--name"
-)
-MOST_JSON_BYTES: Final = (
-    16 * MIB
-)  # of some 170,000 keys; as objects, it takes up to 12 times the memory
+HUB_ENTRY: Final = "models--"  # begins a model's folder in the Hub's cache: "models--owner--name"
+MOST_JSON_BYTES: Final = 16 * MIB  # 170,000 keys, which take 12 times the memory as objects
 
 _LATE_S: Final = 0.002  # a disk that takes so long for the first reads answers late
 _THREADS: Final = 128  # which read headers at the same time from a disk that answers late

@@ -11,8 +11,7 @@
     data      aligned to general.alignment, 32 by default
 
 A quantised tensor is a sequence of blocks; each block has scales, and codes for 32 to 256 elements, of
-which the package gguf computes the elements. A large model may be split into parts such as
-NAME-00001-of-00003.gguf; weighin reads all parts as one checkpoint.
+which the package gguf computes the elements. The parts of a large model are read as one checkpoint.
 """
 
 import os
@@ -56,14 +55,10 @@ _SUFFIX: Final = ".gguf"
 _MAGIC: Final = b"GGUF"
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_LONGEST: Final = 64 * 1024  # bytes of a name, or of a text in the metadata
 _MOST_VALUES: Final = 1_000_000  # in one file: a vocabulary has up to 800,000 texts
-_ALIGNMENT: Final = 32
 _COMFY: Final = "comfy.gguf.orig_shape."  # before a tensor's name: the shape in the model
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _CONVERT: Final = "convert the model to GGUF again with a current llama.cpp"
-_STEP_ELEMENTS: Final = 64 * 1024  # the package gguf takes 20 bytes for each of them
-_FEW_ELEMENTS: Final = 32 * 1024  # the heap keeps the memory of larger arrays after they are freed
 
 
 def is_file(path: Path) -> bool:
@@ -178,7 +173,7 @@ class _Tables:
             name, dimensions = self._text(), min(self._number("I"), MOST_DIMENSIONS + 1)
             shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
             entries.append((name, shape, self._number("I"), self._number("Q")))
-        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:
             raise self._error("damaged: general.alignment is no positive number")
         start = -(-self._stream.tell() // alignment) * alignment
@@ -237,7 +232,7 @@ class _Tables:
 
     def _text(self, *, or_skip: bool = False) -> Any:
         length = self._number("Q")
-        if length <= _LONGEST:
+        if length <= 64 * 1024:
             return self._take(length).decode(errors="replace")
         if or_skip:
             return self._skip(length)
@@ -275,7 +270,8 @@ def rows(where: Slice) -> "Iterator[torch.Tensor]":
     """Yield a tensor's rows in order, as float32 tensors of whole rows, some 32,768 elements each."""
     columns = where.shape[-1]
     if where.nbytes:
-        for piece in decoded(where, max(1, _FEW_ELEMENTS // columns) * columns):
+        # The heap keeps the memory of larger arrays after they are freed.
+        for piece in decoded(where, max(1, 32 * 1024 // columns) * columns):
             yield piece.view(-1, columns)
 
 
@@ -304,7 +300,7 @@ def decoded(where: Slice, piece_elements: int) -> "Iterator[torch.Tensor]":
                 continue
             blocks = np.frombuffer(content, np.uint8).reshape(-1, size)
             values = np.empty((len(blocks), block), np.float32)
-            step = _STEP_ELEMENTS // block
+            step = 64 * 1024 // block  # the package gguf takes 20 bytes for each element
             for first in range(0, len(blocks), step):
                 with np.errstate(all="ignore"):  # a scale may be infinite
                     found = quants.dequantize(blocks[first : first + step].reshape(-1), kind)

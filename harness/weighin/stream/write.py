@@ -28,7 +28,6 @@ from weighin.stream.safetensors_files import DTYPES, FORMAT, METADATA, PACKED
 from weighin.stream.slices import Pieces, Plans, TensorPlan, dtype_name
 from weighin.text import shown
 
-WRITERS: Final = 2  # threads: one computes while the other waits for the disk
 DCP_DATA: Final = "__0_0.distcp"
 
 _DESCRIPTOR: Final = b"PK\x07\x08"  # the magic number of the data descriptor after a record
@@ -106,8 +105,8 @@ def drop_written(descriptor: int) -> None:
 
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
-    """Run all jobs on ``WRITERS`` threads; an error cancels all unstarted jobs."""
-    with ThreadPoolExecutor(WRITERS) as pool:
+    """Run all jobs on two threads; an error cancels all unstarted jobs."""
+    with ThreadPoolExecutor(2) as pool:  # one computes while the other waits for the disk
         for _ in pool.map(lambda job: job(), jobs):
             pass  # raises the error of a job
 
@@ -118,20 +117,14 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def _blanks(tensors: Plans) -> dict[str, torch.Tensor]:
-    """Return a tensor for each one, tied ones shared, whose memory takes no RAM until it is touched."""
-    blanks: dict[str, torch.Tensor] = {}
-    for plan in tensors:
-        if plan.shared_with is None:
-            blanks[plan.name] = torch.empty(plan.shape, dtype=plan.dtype, device="cpu")
-        else:
-            blanks[plan.name] = blanks[plan.shared_with]
-    return blanks
-
-
 def _with_holes(path: Path, tensors: Plans, *, alone: bool = False) -> list[_Hole]:
     """Write an archive of ``torch.save``, of a state dict or of a tensor alone, and return its holes."""
-    state, stored = _blanks(tensors), _stored(tensors)
+    state, stored = dict[str, torch.Tensor](), _stored(tensors)
+    for plan in tensors:  # memory that nobody touches takes no RAM
+        if plan.shared_with is None:
+            state[plan.name] = torch.empty(plan.shape, dtype=plan.dtype, device="cpu")
+        else:
+            state[plan.name] = state[plan.shared_with]
     with torch.serialization.skip_data():
         torch.save(state[stored[0].name] if alone else state, path)
     holes: dict[int, _Hole] = {}
