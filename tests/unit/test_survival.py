@@ -22,7 +22,7 @@ def words(results: list[Result]) -> dict[str, list[str]]:
             field.words if (field := matrix.fields.get((row, column))) else "-"
             for column in range(len(matrix.limits))
         ]
-        for row in range(len(matrix.rows))
+        for row in range(len(matrix.labels))
     }
 
 

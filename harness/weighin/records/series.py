@@ -197,7 +197,6 @@ class Matrix:
     """The survival of comparable cells: ``fields`` by row and column, the first of which is no limit."""
 
     scene: Cell
-    rows: tuple[Cell, ...]
     labels: list[str]
     limits: tuple[int | None, ...]
     fields: dict[tuple[int, int], Typical]
@@ -224,9 +223,9 @@ def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | Non
             for row, group in enumerate(rows)
             for limit, repeats in grouped(group, lambda one: one.cell.ram_limit_bytes).items()
         }
-        cells = tuple(searched(group[0].cell) for group in rows)
+        cells = [searched(group[0].cell) for group in rows]
         labels = list(map(labels_among(cells), cells))
-        built.append(Matrix(scene(ours[0].cell), cells, labels, tuple(ordered), fields))
+        built.append(Matrix(scene(ours[0].cell), labels, tuple(ordered), fields))
     return built
 
 
