@@ -33,9 +33,6 @@ _PRIVATE: Final = (
     "tensor_peak_bytes",
 )
 
-Report = Callable[[int, str], None]
-"""A function that gets the number of finished cells and the name of the next strategy."""
-
 
 def predict(
     planned: Sequence[Planned],
@@ -43,7 +40,7 @@ def predict(
     checkpoint: Path | None = None,
     selection: Selection = WHOLE,
     python_path: Sequence[str] = (),
-    report: Report | None = None,
+    report: Callable[[int, str], None] = lambda _done, _strategy: None,
     forward: bool = False,
     use_paths: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Prediction]:
@@ -67,8 +64,7 @@ def predict(
     predictions = []
     with _process(python_path) as (ask, folder):
         for number, one in enumerate(planned):
-            if report:
-                report(number, one.cell.strategy)
+            report(number, one.cell.strategy)
             if cannot := one.skip or _not_followed(one):
                 predictions.append(Prediction(one.cell, cannot=cannot))
                 continue

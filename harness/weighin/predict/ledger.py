@@ -94,8 +94,21 @@ class Ledger:
     def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> MemoryBlock:
         """Return the block of a storage; register a new one, ``allocated`` by torch just now or not."""
         storage = tensor.untyped_storage()
-        block: MemoryBlock | None = getattr(storage, _ATTRIBUTE, None)
-        return block or self._register(storage, allocated)
+        known: MemoryBlock | None = getattr(storage, _ATTRIBUTE, None)
+        if known:
+            return known
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        place = "file" if self._file_at(address) else self.forced_place or "host"
+        real = nbytes <= SMALL_BYTES and place != "file"
+        block = MemoryBlock(self, place, address, nbytes, real=real)
+        if place == "cuda" and nbytes and self.cuda is not None:
+            block.cuda = self.cuda.malloc(nbytes)
+        elif place == "pinned":
+            self._pin(nbytes)
+        elif place == "host" and allocated and not real:
+            block.chunks = tuple(heap.malloc(nbytes) for heap in self.heaps)
+        setattr(storage, _ATTRIBUTE, block)
+        return block
 
     def place_of(self, tensor: torch.Tensor) -> Place:
         """Return the memory (such as "cuda") in which a tensor would be in a real load."""
@@ -110,20 +123,6 @@ class Ledger:
             yield
         finally:
             self.forced_place = before
-
-    def _register(self, storage: torch.UntypedStorage, allocated: bool) -> MemoryBlock:
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-        place = "file" if self._file_at(address) else self.forced_place or "host"
-        real = nbytes <= SMALL_BYTES and place != "file"
-        block = MemoryBlock(self, place, address, nbytes, real=real)
-        if place == "cuda" and nbytes and self.cuda is not None:
-            block.cuda = self.cuda.malloc(nbytes)
-        elif place == "pinned":
-            self._pin(nbytes)
-        elif place == "host" and allocated and not block.real:
-            block.chunks = tuple(heap.malloc(nbytes) for heap in self.heaps)
-        setattr(storage, _ATTRIBUTE, block)
-        return block
 
     def freed(self, block: MemoryBlock) -> None:
         if block.cuda is not None:
