@@ -97,9 +97,7 @@ class Candidate:
     need_bytes: int | None = None  # the smallest RAM limit under which the strategy works
     margin_bytes: int | None = None  # the asked limit minus it
     cuda_bytes: int | None = None
-    ready_s: float | None = (
-        None  # from the load's start until every byte of the model was read once
-    )
+    ready_s: float | None = None  # from the load's start until every byte was read once
     memory_from: str = ""  # "measured", "predicted", or "" if unknown
     time_from: str = ""
     asks: tuple[str, ...] = ()  # packages, another checkpoint format, or OWN_CODE

@@ -28,9 +28,7 @@ class Evidence:
     # The sampled maximum of anonymous and shared memory over all loads that ended ok, with the use.
     anon_bytes: int | None = None
     cuda_reserved_bytes: int | None = None
-    ready_s: dict[int | None, list[float]] = field(
-        default_factory=dict
-    )  # until every byte was read
+    ready_s: dict[int | None, list[float]] = field(default_factory=dict)  # until all is read
 
     def take(self, result: Result, use: str = "") -> None:
         """Add a record; if the record's use is not ``use``, add only the time of its load."""
