@@ -79,7 +79,7 @@ def main() -> None:
 
 def _answer(request: dict[str, Any], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the prediction, or with the key "cannot" why there is none; ``made`` are checkpoints."""
-    if request.get("checks") and "error" in (checked := _in_fork(_check, request)):
+    if request["checks"] and "error" in (checked := _in_fork(_check, request)):
         return {"misfit": checked["error"]}
     key = f"{request['cell']['model']}{request['cell']['format']}"
     if key not in made:
@@ -146,11 +146,10 @@ def _make(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     """Make the checkpoint that the cell loads, unless it is the user's, and a manifest."""
     from weighin.predict.simulate import main_dtype, make_sparse, write_manifest
 
-    source = Path(request["source"]) if request.get("source") else None
-    folder, selection = Path(request["folder"]), Selection(**request.get("selection", {}))
-    if source and request["is_own"]:
-        path = source
-    else:
+    source = Path(request["source"]) if request["source"] else None
+    folder, path = Path(request["folder"]), source
+    if not (path and request["is_own"]):
+        selection = Selection(**request["selection"])
         path = make_sparse(cell.model, cell.format, folder, source, selection)
     manifest = write_manifest(cell.model, cell.dtype, folder)
     return {

@@ -55,14 +55,9 @@ def make_sparse(
 ) -> Path:
     """Write a checkpoint without values, a sparse file that uses almost no disk space; return its path.
 
-    The new checkpoint has the tensors that ``selection`` selects in the checkpoint ``source``, or
-    all tensors of ``model`` if ``source`` is None. For a model of a library (transformers), it has
-    the model's tensors in the widest dtype of ``source``, because a Hugging Face folder's keys may
-    differ from the model's.
-
-    Raises:
-        ConfigError: the builder cannot be used.
-        CheckpointError: ``source`` cannot be read.
+    It has the tensors that ``selection`` selects in ``source``, or those of ``model`` without a source. For
+    a model of a library (transformers), it has the model's tensors in the widest dtype of ``source``,
+    because a Hugging Face folder's keys may differ from the model's.
     """
     slices = None if source is None else formats.read(source, selection)
     if slices is not None and library_of(model.builder) is None:
