@@ -46,7 +46,7 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
     config, library = folder.config, folder.library
     answer: dict[str, Any] = {"architecture": library.class_in(config)}
     if library is TRANSFORMERS:
-        answer = _ask(folder.path, choice=asdict(folder.choice), selection=asdict(selection))
+        answer = ask(folder.path, choice=asdict(folder.choice), selection=asdict(selection))
         config = {"architectures": None} | config
         dtype = answer.pop("dtype")
         if dtype_of(config) is None:
@@ -56,13 +56,8 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
     return ModelSpec(foreign.hub_id(path) or path.name, library.builder, kwargs)
 
 
-def spec_of_gguf(file: Path) -> ModelSpec:
-    """Return the ``ModelSpec`` of a GGUF file, like that of a Hugging Face folder."""
-    return ModelSpec(file.stem, BUILDER, _ask(file))
-
-
-def _ask(path: Path, **choices: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of a child process; raise the HarnessError that it sends."""
+def ask(path: Path, **choices: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a GGUF file's or folder's model, from a child; raise the HarnessError that it sends."""
     text = json.dumps({"path": str(path), **choices})
     command = child_process.module("weighin.models.description", text)
     answer, why = foreign.once(

@@ -146,9 +146,16 @@ def of_folder(folder: Path, config: Mapping[str, Any], slices: Sequence[Slice]) 
             f"give a folder whose {CONFIG} has the {_KEY} that the quantising library wrote, if"
             " transformers has the method; or load the model with that library"
         )
+    name = (method or "").replace("_4bit", " 4-bit").replace("_8bit", " 8-bit")
+    details = [described.get(key) for key in ("format", "quant_algo", "bnb_4bit_quant_type")]
+    if bits := described.get("bits"):
+        details.append(f"{bits} bits")
+    shown = [one for one in details if isinstance(one, str)]
+    if name and shown:
+        name += f" ({', '.join(shown)})"
     stored = {(one.file, one.offset, one.shape): one.nbytes for one in slices}
     return Quantised(
-        method=_shown(described) or next(iter(codes.values()))[0],
+        method=one_line(name, 80) if name else next(iter(codes.values()))[0],
         weights=len(codes),
         stored_bytes=sum(stored.values()),
         obstacle=obstacle,
@@ -206,12 +213,3 @@ def _method(named: Mapping[str, Any]) -> str | None:
     if method == "bitsandbytes":
         return "bitsandbytes_8bit"
     return method if isinstance(method, str) else None
-
-
-def _shown(named: Mapping[str, Any]) -> str:
-    name = (_method(named) or "").replace("_4bit", " 4-bit").replace("_8bit", " 8-bit")
-    details = [named.get(key) for key in ("format", "quant_algo", "bnb_4bit_quant_type")]
-    if bits := named.get("bits"):
-        details.append(f"{bits} bits")
-    shown = [one for one in details if isinstance(one, str)]
-    return one_line(f"{name} ({', '.join(shown)})" if name and shown else name, 80)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weighin.cell import NONE, SYNTHESISED, USES, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
-from weighin.models.description import spec_of, spec_of_gguf
+from weighin.models.description import ask, spec_of
 from weighin.settings.yaml_file import read_mapping
 from weighin.stream import formats, pretrained_folder, quantised
 from weighin.stream import gguf_files as gguf
@@ -317,7 +317,8 @@ def model_and_checkpoint(
             raise _no_folder(name, choice.options)
         return _built(name, kwargs), None
     if not name.startswith(_FROM) and (file := gguf_in(path)):
-        return with_adapter(spec_of_gguf(file), choice.adapter), file
+        spec = ModelSpec(file.stem, TRANSFORMERS.builder, ask(file))
+        return with_adapter(spec, choice.adapter), file
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, choice)
         if folder.names_model:
