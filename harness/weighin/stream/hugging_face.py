@@ -14,13 +14,12 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
-from weighin.models import pretrained
+from weighin.models import pretrained, pretrained_diffusers, pretrained_timm
 from weighin.models.description import chosen_class, described_gguf
 from weighin.stream import foreign, formats, pretrained_folder, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.bytes import mapped
 from weighin.stream.construct import construct, without_weights
-from weighin.stream.foreign import lacks, no_model
 from weighin.stream.pretrained_folder import PretrainedFolder
 from weighin.stream.pretrained_library import (
     ARGUMENT,
@@ -29,7 +28,6 @@ from weighin.stream.pretrained_library import (
     TIMM,
     FolderChoice,
     Selection,
-    module_of,
 )
 from weighin.stream.reading import Load, reading
 from weighin.stream.slices import Slice
@@ -99,7 +97,7 @@ def load_pretrained(
     """
     path = pretrained_folder.path_of(Path(folder), revision, may_lack=False)
     if (path / PIPELINE).is_file():
-        raise no_model(path)
+        raise foreign.no_model(path)
     given = {
         "variant": variant, "model_class": model_class, "revision": revision, "key": key,
         "strip_prefix": strip_prefix, "adapter": adapter, "trust_remote_code": trust_remote_code,
@@ -167,7 +165,7 @@ def _refuse_drawn(model: torch.nn.Module, checkpoint: Path, missing: Iterable[st
     """Raise CheckpointError if ``missing`` has more than buffers, which the model computes."""
     buffers = dict(model.named_buffers())
     if drawn := [name for name in missing if name not in buffers]:
-        raise lacks(checkpoint, drawn, type(model).__name__)
+        raise foreign.lacks(checkpoint, drawn, type(model).__name__)
 
 
 def _of_transformers(
@@ -225,7 +223,7 @@ def _of_diffusers(found: PretrainedFolder, dtype: torch.dtype, threads: int | No
     file = found.checkpoint
     kwargs = {"architecture": found.library.class_in(found.config), "config": found.config}
     with reading(Load((), threads)):
-        model, missing = module_of(DIFFUSERS.builder).reference(kwargs, file, dtype)
+        model, missing = pretrained_diffusers.reference(kwargs, file, dtype)
     _refuse_drawn(model, file, missing)
     return own(model, formats.files(file))
 
@@ -235,9 +233,9 @@ def _of_timm(found: PretrainedFolder, selection: Selection, dtype: torch.dtype) 
 
     def build() -> torch.nn.Module:
         architecture = str(found.library.class_in(found.config))
-        model, load = module_of(TIMM.builder).model_and_load(architecture, found.config)
+        model, load = pretrained_timm.model_and_load(architecture, found.config)
         loads.append(load)
-        return model  # type: ignore[no-any-return]
+        return model
 
     slices = formats.read(found.checkpoint, selection)
     model: Any = without_weights(partial(construct, build, dtype), real_buffers="all")
