@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream import foreign, pickles
-from weighin.stream.pickles import Opaque, type_name
+from weighin.stream.pickles import Named, Opaque, type_name
 from weighin.stream.slices import Checkpoint, Slice
 from weighin.text import first_names, plain, shown
 
@@ -79,7 +79,8 @@ class TorchFile:
             is_tensor = isinstance(name, str) and isinstance(item, Slice)
             (tensors if is_tensor else values)[name] = item
         seen: set[int] = set()
-        for name, item in values.items():
+        # Last such as a dtype, which is beside a quantised tensor.
+        for name, item in sorted(values.items(), key=lambda one: isinstance(one[1], Named)):
             if tensors and is_extra_state(name):
                 continue  # torch.load reads it
             inner = [*_inside(_joined(key, name), item, seen)]
