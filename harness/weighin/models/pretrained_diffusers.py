@@ -14,7 +14,7 @@ from weighin.stream.pretrained_library import DIFFUSERS
 
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
     """Return the model of a class of diffusers, in torch's default dtype, for evaluation."""
-    kind = diffusers_class(architecture, config)
+    kind = _class_for_weights(architecture, config)
     model: torch.nn.Module = kind.from_config(dict(config))
     dtype, kept = torch.get_default_dtype(), kind._keep_in_fp32_modules or ()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -25,13 +25,7 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     return model.eval()
 
 
-def diffusers_class(architecture: str, config: Mapping[str, Any] | None = None) -> Any:
-    """Return a class of diffusers; ConfigError: there is none, or the ``config`` is of quantised weights."""
-    if quantised := config and config.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else "a method"
-        what = f"the weights of this {architecture} are quantised by {method}"
-        repair = "give the folder of the model that was not quantised"
-        raise ConfigError(f"{what}, and weighin does not dequantise them", repair)
+def diffusers_class(architecture: str) -> Any:
     diffusers = imported(DIFFUSERS)
     with importing(DIFFUSERS):
         kind = getattr(diffusers, architecture, None) or class_of_pipelines(architecture)
@@ -43,6 +37,15 @@ def diffusers_class(architecture: str, config: Mapping[str, Any] | None = None) 
     return kind
 
 
+def _class_for_weights(architecture: str, config: Mapping[str, Any]) -> Any:
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else "a method"
+        what = f"the weights of this {architecture} are quantised by {method}"
+        repair = "give the folder of the model that was not quantised"
+        raise ConfigError(f"{what}, and weighin does not dequantise them", repair)
+    return diffusers_class(architecture)
+
+
 def import_class(kwargs: Mapping[str, Any]) -> None:
     diffusers_class(kwargs["architecture"])
 
@@ -50,7 +53,7 @@ def import_class(kwargs: Mapping[str, Any]) -> None:
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    kind, folder = diffusers_class(**kwargs), folder_of(checkpoint)
+    kind, folder = _class_for_weights(**kwargs), folder_of(checkpoint)
     arguments: dict[str, Any] = {"local_files_only": True, "output_loading_info": True}
     present = {name for name in DIFFUSERS.weights if (folder / name).is_file()}
     if variant := variant_of(checkpoint):
