@@ -97,7 +97,7 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Opened
                     write_samples(run, result)
         path = tmp_path / f"report {len(opened)}.html"
         measured = Measured(results, warnings, folder=run)
-        page = report_page.render(measured, dict(write.draw(measured)))
+        page = report_page.render(measured, {name: one.svg for name, one in write.draw(measured)})
         path.write_text(page, encoding="utf-8")
         options = {"viewport": {"width": 1280, "height": 900}} | options
         one = Opened(browser.new_context(**options).new_page())

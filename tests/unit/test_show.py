@@ -122,7 +122,7 @@ def test_a_strangers_texts_are_no_markup(tmp_path: Path) -> None:
     cell = replace(make_cell("x"), options={HOSTILE: HOSTILE})
     bad = make_result(cell, outcome=Outcome.STRATEGY_FAILED, message=HOSTILE, last_phase=HOSTILE)
     measured = Measured([bad, make_result(make_cell("x"))], [HOSTILE], folder=tmp_path)
-    html = page.render(measured, dict(write.draw(measured)))
+    html = page.render(measured, {name: one.svg for name, one in write.draw(measured)})
     assert "<script>alert" not in html
     assert "\x1b" not in html + write.report_md(measured) + shown(measured)
     assert "<script>" not in write.report_md(measured)
@@ -140,7 +140,7 @@ def test_a_samples_path_that_leads_out_of_the_run_is_not_followed(tmp_path: Path
 
 def test_the_page_needs_no_network_and_runs_only_its_own_script(tmp_path: Path) -> None:
     measured = Measured(notebook_run(), folder=tmp_path)
-    html = page.render(measured, dict(write.draw(measured)))
+    html = page.render(measured, {name: one.svg for name, one in write.draw(measured)})
     assert "default-src 'none'" in html
     assert not re.findall(r'(?:src|href)="https?:', re.sub(r"<metadata>.*?</metadata>", "", html, flags=re.S))  # fmt: skip
     assert html.count("<script>") == 1

@@ -8,37 +8,34 @@ import hashlib
 from collections.abc import Mapping
 from importlib import resources
 from string import Template
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from weighin import __version__
 from weighin.records import run_folder
 from weighin.records.series import Measured
-from weighin.show import style, words
+from weighin.show import words
 from weighin.show.report import FIGURES, document
 from weighin.show.table import Table, escape
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _FILES: Final = (run_folder.RECORDS, run_folder.PLAN, "summary.csv", "report.md")
 
 
-def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
-    """Return the report of a run as HTML; ``figures`` are its pictures by name."""
+def render(run: Measured, pictures: Mapping[str, str]) -> str:
+    """Return the report of a run as HTML; ``pictures`` are SVGs by name."""
     title = escape(words.title(run.rows) if run.rows else "A run without cells")
     about = [[name, " | ".join(values)] for name, values in words.settings(run.results).items()]
     parts = document(run)
     last = [part for part in parts if part.title == FIGURES]
     last.insert(0, Table.of(("setting", "value"), about, names=2, title="Machine and software"))
-    pictures = [
-        f'<figure id="{name}" class="picture scroll" tabindex="0">{style.svg(figure, name)}</figure>\n'
-        for name, figure in figures.items()
+    drawn = [
+        f'<figure id="{name}" class="picture scroll" tabindex="0">{svg}</figure>\n'
+        for name, svg in pictures.items()
     ]
     hint = '<p class="hint">Point at a mark to read its figures.</p>\n'
     sections = [
         (part.title, getattr(part, "kind", ""), part.html()) for part in parts if part not in last
     ]
-    sections += [("Pictures", "", hint + "".join(pictures))] if pictures else []
+    sections += [("Pictures", "", hint + "".join(drawn))] if drawn else []
     sections += [(part.title, "", part.html()) for part in last]
     body = ""
     for name, kind, content in sections:

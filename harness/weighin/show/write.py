@@ -5,8 +5,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from io import StringIO
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from weighin.errors import UnknownName
 from weighin.files import write_bytes
@@ -20,7 +21,6 @@ from weighin.show.report import csv_columns, document, whole
 from weighin.show.table import escaped, markdown
 
 if TYPE_CHECKING:  # the import of each takes half a second
-    from matplotlib.figure import Figure as Picture
     from pandas import DataFrame
 
 DEFAULT: Final = ("md", "html", "csv", "png")
@@ -29,7 +29,13 @@ _MOST_TIMELINES: Final = 5  # of 12 panels each
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _INTEGERS: Final = ("ram_limit_bytes", "vram_limit_bytes", "repeat", "repeats", "ok", "missing_cells")  # fmt: skip
 
-Pictures = Mapping[str, "Picture"]
+
+class Picture(NamedTuple):
+    svg: str
+    png: bytes
+
+
+Pictures = Mapping[str, Picture]
 
 
 def checked(formats: Sequence[str]) -> tuple[str, ...]:
@@ -43,7 +49,7 @@ def checked(formats: Sequence[str]) -> tuple[str, ...]:
 def write(run: Measured, formats: Sequence[str] = ()) -> list[Path]:
     """Write the report of a run into its folder in these ``FORMATS``, and return the written files."""
     wanted, paths = checked(formats), list[Path]()
-    drawn = dict(draw(run)) if {*wanted} & {"html", "png"} else {}
+    drawn = dict(draw(run, wanted)) if {*wanted} & {"html", "png"} else {}
     for name in wanted:
         # report.md shows the PNG files: none where they are not written.
         shown = {} if name == "md" and "png" not in wanted else drawn
@@ -56,15 +62,19 @@ def write(run: Measured, formats: Sequence[str] = ()) -> list[Path]:
     return paths
 
 
-def draw(run: Measured) -> "Iterator[tuple[str, Picture]]":
+def draw(run: Measured, formats: Sequence[str] = DEFAULT) -> Iterator[tuple[str, Picture]]:
     """Yield each picture of a run with its name; the timelines need the samples in the run's folder."""
     from weighin.show.plots import pictures
     from weighin.show.timeline import draw_timelines
 
-    for name, draw_picture in pictures(run).items():
-        yield name, draw_picture()
-    for number, figure in enumerate(draw_timelines(run, _MOST_TIMELINES), 1):
-        yield f"timeline-{number}" if number > 1 else "timeline", figure
+    timelines = enumerate(draw_timelines(run, _MOST_TIMELINES), 1)
+    figures = chain(
+        ((name, draw_picture()) for name, draw_picture in pictures(run).items()),
+        ((f"timeline-{at}" if at > 1 else "timeline", figure) for at, figure in timelines),
+    )
+    for name, figure in figures:  # one at a time: a figure keeps its 20 MiB of pixels
+        svg = style.svg(figure, name) if "html" in formats else ""
+        yield name, Picture(svg, style.png(figure) if "png" in formats else b"")
 
 
 def report_md(run: Measured, pictures: Iterable[str] = ()) -> str:
@@ -172,9 +182,11 @@ def results(run: str | Path, *, samples: bool = False) -> "DataFrame":
 # The function of a format returns the contents of the written files, by file name.
 FORMATS: Final[dict[str, Callable[[Measured, Pictures], Mapping[str, str | bytes]]]] = {
     "md": lambda run, pictures: {"report.md": report_md(run, pictures)},
-    "html": lambda run, pictures: {"report.html": page.render(run, pictures)},
+    "html": lambda run, pictures: {
+        "report.html": page.render(run, {name: one.svg for name, one in pictures.items()})
+    },
     "csv": lambda run, _: {"summary.csv": summary_csv(run)},
-    "png": lambda _, pictures: {f"{name}.png": style.png(one) for name, one in pictures.items()},
+    "png": lambda _, pictures: {f"{name}.png": one.png for name, one in pictures.items()},
     "bmf": lambda run, _: {"bmf.json": bencher(run)},
     "gha": lambda run, _: {"gha.json": github_action_benchmark(run)},
 }
