@@ -232,7 +232,7 @@ def found_floors(run: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "start", start)
         patch.setattr(runner, "search", search)
-        patch.setattr(write, "draw", lambda _: ())
+        patch.setattr(write, "draw", lambda *_: ())
         yield
 
 
