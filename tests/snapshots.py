@@ -2,6 +2,8 @@
 
     kept(Path(__file__).with_name("snapshots"))("verbs/list.txt", output)
 
+A file may also have the questions: ``answered`` gives the text with their answers.
+
 Read the difference before you commit files that ``--rewrite`` wrote.
 """
 
@@ -31,3 +33,9 @@ def kept(folder: Path, rewrite: bool = False) -> Compare:
             raise AssertionError(f"{name} changed (pytest --rewrite accepts it):\n{shown}")
 
     return same
+
+
+def answered(file: Path, answer: Callable[[str], str]) -> str:
+    """Return the text of a file of lines ``$ QUESTION``, each with its present answer below."""
+    questions = [line for line in file.read_text().splitlines() if line.startswith("$ ")]
+    return "\n".join(f"{line}\n{answer(line[2:])}\n" for line in questions)

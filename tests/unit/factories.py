@@ -7,12 +7,15 @@ Memory grows linearly within a phase; a cell whose cgroup charge would pass its 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from weighin.cell import Cell, ModelSpec
+from weighin.errors import HarnessError
 from weighin.plan.loads import cells_of
 from weighin.plan.task import Planned
 from weighin.result import (
@@ -66,6 +69,13 @@ SCRIPTS: dict[str, Script] = {
         ("touch", 0.7, 6.5, 0.13), ("forward", 0.8, 6.6, 0.13),
     ),
 }  # fmt: skip
+
+
+def refused(act: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """Return what a user is told by a call that weighin refuses: the message, and the repair below."""
+    with pytest.raises(HarnessError) as caught:
+        act(*arguments, **options)
+    return str(caught.value)
 
 
 def planned(

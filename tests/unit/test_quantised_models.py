@@ -1,56 +1,43 @@
 """Small models with quantised weights and scales, as published: no strategy converts their tensors."""
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from factories import planned
+from worker_jobs import checked_load
 
 from weighin.cell import ModelSpec
 from weighin.checkpoint import truth
 from weighin.checkpoint.manifest import Manifest
 from weighin.predict.client import predict
 from weighin.stream import formats
-from weighin.stream.construct import resolve_builder
 from weighin.suite import registry
-from weighin.worker import loading
-from weighin.worker.loading import Load, import_strategy
 
-TABLE = "weighin.models.synthesised:from_table"
-GPT_OSS = ModelSpec(
-    "small-gpt-oss",
-    TABLE,
-    {
-        "dtype": "bfloat16",
-        "tensors": {
-            "model.embed_tokens.weight": [50, 64],
-            "model.layers.{0..1}.self_attn.{q,k,v}_proj.weight": [32, 64],
-            "model.layers.{0..1}.self_attn.sinks": [4],
-            "model.layers.{0..1}.mlp.experts.{gate_up,down}_proj_blocks": ["uint8", 3, 64, 3, 16],
-            "model.layers.{0..1}.mlp.experts.{gate_up,down}_proj_scales": ["uint8", 3, 64, 3],
-            "model.layers.{0..1}.mlp.experts.{gate_up,down}_proj_bias": [3, 64],
-            "{model.norm,lm_head}.weight": [50, 64],
-        },
-    },
-)
-DEEPSEEK = ModelSpec(
-    "small-deepseek",
-    TABLE,
-    {
-        "dtype": "bfloat16",
-        "tensors": {
-            "model.embed_tokens.weight": [50, 160],
-            "model.layers.{0..1}.mlp.experts.{0..1}.down_proj.weight": ["float8_e4m3fn", 160, 96],
-            "model.layers.{0..1}.mlp.experts.{0..1}.down_proj.weight_scale_inv": ["float32", 2, 1],
-            "model.layers.{0..1}.mlp.gate.weight": [2, 160],
-            "model.layers.{0..1}.mlp.gate.e_score_correction_bias": ["float32", 2],
-            "{model.norm,lm_head}.weight": [50, 160],
-        },
-    },
-)
+
+def model(name: str, tensors: dict[str, list[Any]]) -> ModelSpec:
+    table = {"dtype": "bfloat16", "tensors": tensors}
+    return ModelSpec(name, "weighin.models.synthesised:from_table", table)
+
+
+GPT_OSS = model("small-gpt-oss", {
+    "model.embed_tokens.weight": [50, 64],
+    "model.layers.{0..1}.self_attn.{q,k,v}_proj.weight": [32, 64],
+    "model.layers.{0..1}.self_attn.sinks": [4],
+    "model.layers.{0..1}.mlp.experts.{gate_up,down}_proj_blocks": ["uint8", 3, 64, 3, 16],
+    "model.layers.{0..1}.mlp.experts.{gate_up,down}_proj_scales": ["uint8", 3, 64, 3],
+    "model.layers.{0..1}.mlp.experts.{gate_up,down}_proj_bias": [3, 64],
+    "{model.norm,lm_head}.weight": [50, 64],
+})  # fmt: skip
+DEEPSEEK = model("small-deepseek", {
+    "model.embed_tokens.weight": [50, 160],
+    "model.layers.{0..1}.mlp.experts.{0..1}.down_proj.weight": ["float8_e4m3fn", 160, 96],
+    "model.layers.{0..1}.mlp.experts.{0..1}.down_proj.weight_scale_inv": ["float32", 2, 1],
+    "model.layers.{0..1}.mlp.gate.weight": [2, 160],
+    "model.layers.{0..1}.mlp.gate.e_score_correction_bias": ["float32", 2],
+    "{model.norm,lm_head}.weight": [50, 160],
+})  # fmt: skip
 KEPT = {
     GPT_OSS.name: {
         "model.layers.1.mlp.experts.down_proj_blocks": torch.uint8,
@@ -64,10 +51,8 @@ KEPT = {
 }
 """Tensors of each model that keep their dtype in every load."""
 
-
-class NoPhases:
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
+pytestmark = pytest.mark.usefixtures("torch_threads_restored")
+both = pytest.mark.parametrize("spec", [GPT_OSS, DEEPSEEK], ids=lambda spec: spec.name)
 
 
 def made(spec: ModelSpec, folder: Path, fmt: str) -> Manifest:
@@ -75,25 +60,7 @@ def made(spec: ModelSpec, folder: Path, fmt: str) -> Manifest:
     return truth.make(spec, seed=0, fmt=fmt, folder=folder / fmt)
 
 
-def check_load(
-    spec: ModelSpec, name: str, path: Path, manifest: Manifest, dtype: torch.dtype
-) -> None:
-    cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
-    load = Load(path, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
-    model = import_strategy(registry.strategy(name).path)(load)
-    tensors = loading.named_tensors(model)
-    loading.check_structure(tensors, manifest, cpu, dtype)
-    loading.check_values(loading.touch(tensors), manifest, dtype)
-    assert {key: tensors[key].dtype for key in KEPT[spec.name]} == KEPT[spec.name]
-    assert tensors["lm_head.weight"].dtype == dtype
-    first = tensors[next(iter(KEPT[spec.name]))].view(torch.uint8)
-    assert len(first.unique()) > 50  # random: a wrong offset would be seen
-    sizes = {id(tensor): tensor.nbytes for tensor in tensors.values()}
-    assert manifest.model_bytes(str(dtype).removeprefix("torch.")) == sum(sizes.values())
-
-
-@pytest.mark.usefixtures("torch_threads_restored")
-@pytest.mark.parametrize("spec", [GPT_OSS, DEEPSEEK], ids=lambda spec: spec.name)
+@both
 def test_a_checkpoint_of_ones_own_is_verified_in_the_same_dtypes(
     tmp_path: Path, spec: ModelSpec
 ) -> None:
@@ -104,10 +71,15 @@ def test_a_checkpoint_of_ones_own_is_verified_in_the_same_dtypes(
         found = truth.index(spec, checkpoint=own, fmt=fmt, folder=folder)
         assert found.tensors == generated.tensors
     path = formats.checkpoint_in(tmp_path / "own-safetensors", "safetensors")
-    check_load(spec, "streaming", path, generated, torch.bfloat16)
+    tensors = checked_load(spec, path, generated, torch.bfloat16, "streaming")
+    assert {key: tensors[key].dtype for key in KEPT[spec.name]} == KEPT[spec.name]
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+    first = tensors[next(iter(KEPT[spec.name]))].view(torch.uint8)
+    assert len(first.unique()) > 50  # random: a wrong offset would be seen
+    sizes = {id(tensor): tensor.nbytes for tensor in tensors.values()}
+    assert generated.model_bytes("bfloat16") == sum(sizes.values())
 
 
-@pytest.mark.usefixtures("torch_threads_restored")
 def test_the_bytes_follow_from_the_seed_and_the_name(tmp_path: Path) -> None:
     first = {one.name: one.checksums for one in made(GPT_OSS, tmp_path, "pt").tensors}
     second = made(GPT_OSS, tmp_path, "per_param").tensors
@@ -116,13 +88,12 @@ def test_the_bytes_follow_from_the_seed_and_the_name(tmp_path: Path) -> None:
     assert len(scales) == 4
 
 
-@pytest.mark.usefixtures("torch_threads_restored")
-@pytest.mark.parametrize("spec", [GPT_OSS, DEEPSEEK], ids=lambda spec: spec.name)
+@both
 def test_a_prediction_has_the_size_of_the_files(tmp_path: Path, spec: ModelSpec) -> None:
     manifest = made(spec, tmp_path, "safetensors")
     size_bytes = sum(one.bytes for one in manifest.tensors if one.shared_with is None)
-    pairs: list[tuple[registry.StrategyInfo, dict[str, Any]]] = [
-        (registry.strategy(name), {}) for name in ("streaming", "safetensors_copy")
+    pairs = [
+        (registry.strategy(name), dict[str, Any]()) for name in ("streaming", "safetensors_copy")
     ]
     cells = planned((spec,), pairs, dtypes={spec.title: "bfloat16"}, format=["safetensors"])
     for one in predict(cells):
