@@ -1,10 +1,13 @@
 """Fixtures of the unit tests."""
 
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -90,3 +93,24 @@ def disk_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk answer at once, however busy this machine is."""
     monkeypatch.setattr("weighin.stream.bytes.choose", lambda *_: Readers(DISK_THREADS))
     monkeypatch.setattr(foreign, "_LATE_S", inf)
+
+
+_opened: list[str] | None = None
+
+
+@pytest.fixture(scope="session")
+def _audited() -> None:
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and _opened is not None:
+            _opened.append("" if isinstance(arguments[0], int) else os.fsdecode(arguments[0]))
+
+    sys.addaudithook(audit)
+
+
+@pytest.fixture
+def opened(_audited: None) -> Iterator[list[str]]:
+    """The paths of all files that this process opens, as it opens them."""
+    global _opened  # noqa: PLW0603 (a hook stays for ever, and asks for it)
+    _opened = []
+    yield _opened
+    _opened = None
