@@ -26,7 +26,7 @@ _GROWTH, _GROWTH_BYTES = 0.05, 16 * MIB  # since the last reading
 _MUCH, _MUCH_BYTES = 1 / 4, 32 * MIB  # waits for no pause: one is at least at 4/5 of a sampled peak
 _MARGIN, _MARGIN_BYTES = 0.1, 32 * MIB  # to the limit, where the kernel may kill at any moment
 # A process that does not stop, in an uninterruptible sleep or a debugger, is then read while it runs.
-_WAYS: Final = (((), 3.0), (("--nonblocking",), 2.0))  # options of py-spy, and seconds
+_WAYS: Final = (((), 2.0), (("--nonblocking",), 2.0))  # options of py-spy, and seconds
 
 
 class StackTaker:
