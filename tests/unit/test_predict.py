@@ -245,11 +245,18 @@ def test_what_cannot_be_followed_says_so(tmp_path: Path) -> None:
     assert looks[0].host_anon_peak_bytes is None
 
 
+RUN = "ctypes.CDLL(None).system(b'true')"
 STARTS = {
     "reported": "subprocess.Popen(['sleep', '61'])",
+    "runs": "subprocess.run(['touch', job.checkpoint.with_name('ran')])",
+    "replaces": "os.execvp('true', ['true'])",
     "forks": "os.fork() or time.sleep(61)",
+    "forks and waits": "(pid := os.fork()) and os.waitpid(pid, 0)",
     "unreported": "ctypes.CDLL(None).fork() or time.sleep(61)",
-    "ended": "ctypes.CDLL(None).system(b'true')",
+    "unreported, waits": "(pid := ctypes.CDLL(None).fork()) and os.waitpid(pid, 0)",
+    "ended": RUN,
+    "fails": f"{RUN}; raise ValueError",
+    "caught": "\n        try: os.fork()\n        except Exception: pass",
 }
 
 

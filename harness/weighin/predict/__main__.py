@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,7 +42,11 @@ from weighin.worker import uses
 from weighin.worker.loading import example_inputs, settle_math
 
 _PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
+_STARTS: Final = (
+    "subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system",
+)  # fmt: skip
 _REFUSED: Final = "the strategy starts a process, whose memory a prediction cannot compute"
+_refused: list[str] = []
 
 
 def main() -> None:
@@ -177,15 +182,27 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     own_bytes = request["own_bytes"] - (hidden_bytes - PRELOADED.anon_bytes)
     baseline = replace(Memory(**request["baseline"]), anon_bytes=anon_bytes() - own_bytes)
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
-    predicted = run(
-        cell, builder, checkpoint, strategy, baseline, own_bytes,
-        request["read_ahead_bytes"], request["kernels_bytes"], use, function, inputs,
-    )  # fmt: skip
+    pid = os.getpid()
+    sys.addaudithook(_refuse_process)
+    try:
+        predicted = run(
+            cell, builder, checkpoint, strategy, baseline, own_bytes,
+            request["read_ahead_bytes"], request["kernels_bytes"], use, function, inputs,
+        )  # fmt: skip
+    finally:
+        # C code starts processes without an event; ``_in_fork`` finds those that still run.
+        awaited = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        if _refused or awaited or os.getpid() != pid:
+            raise CannotFollow(_REFUSED)
     del manifest
-    # Of processes that the strategy awaited; ``_in_fork`` finds those that still run.
-    if resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
-        raise CannotFollow(_REFUSED)
     return asdict(predicted)
+
+
+def _refuse_process(event: str, _arguments: object) -> None:
+    """Refuse to start a process, also if the strategy catches the exception."""
+    if event in _STARTS:
+        _refused.append(event)
+        raise CannotFollow(_REFUSED)
 
 
 if __name__ == "__main__":
