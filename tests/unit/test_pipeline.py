@@ -1,16 +1,16 @@
 """A pipeline of diffusers is refused with its parts, each of which is a model; the largest is named."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from factories import refused
 from safetensors.torch import save_file
 
 from weighin import load_pretrained
 from weighin.cli.app import app
-from weighin.errors import CheckpointError
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -19,12 +19,10 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 def folder(tmp_path: Path) -> Path:
     """Return a pipeline of a unet and a smaller vae, without a tokenizer's folder."""
     index = {
-        "_class_name": "TestPipeline",
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-        "scheduler": ["diffusers", "PNDMScheduler"],
+        "_class_name": "TestPipeline", "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"], "scheduler": ["diffusers", "PNDMScheduler"],
         "tokenizer": ["transformers", "CLIPTokenizer"],
-    }
+    }  # fmt: skip
     root = tmp_path / "pipe line"
     for name in ("vae", "unet", "scheduler"):
         (root / name).mkdir(parents=True)
@@ -35,23 +33,23 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("index", ["", "[" * 5000])
+@pytest.mark.parametrize("index", ["", "[" * 5000], ids=["whole", "damaged"])
 @pytest.mark.parametrize(
     "words",
-    ["bench {} --ram 8g", "floor {}", "convert {} out.safetensors", "inspect {}", "predict {}", "recommend {}"],
+    ["bench {} --ram 8g", "floor {}", "convert {} out.safetensors", "inspect {}", "predict {}", "recommend {}", ""],
 )  # fmt: skip
-def test_every_verb_names_the_parts_and_the_largest(folder: Path, words: str, index: str) -> None:
+def test_every_verb_and_load_pretrained_name_the_parts_and_the_largest(
+    folder: Path, words: str, index: str
+) -> None:
     if index:
         (folder / "model_index.json").write_text(index)
-    arguments = [str(folder) if word == "{}" else word for word in words.split()]
-    error = CliRunner().invoke(app, arguments).exception
-    assert isinstance(error, CheckpointError)
-    assert str(error) == (
+    typed = [str(folder) if word == "{}" else word for word in words.split()]
+    act = (
+        partial(app.main, typed, standalone_mode=False)
+        if words
+        else partial(load_pretrained, folder)
+    )
+    assert refused(act) == (
         f"{folder}: a diffusers pipeline of 2 models: unet (328 B), vae (128 B)\ngive one of them;"
         f" the largest: {folder / 'unet'}"
     )
-
-
-def test_load_pretrained_names_the_parts(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="a diffusers pipeline of 2 models: unet"):
-        load_pretrained(folder)

@@ -2,22 +2,22 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from factories import refused
 from remote_folder import CONFIG, write_folder
 from safetensors.torch import load_file
 
 from weighin import load_pretrained
 from weighin.cli.app import main
-from weighin.errors import ConfigError
 from weighin.models.pretrained import from_config
 from weighin.plan.start import resume, start
-from weighin.recommend.snippet import pretrained_snippet
 from weighin.settings.definition import check_suite
-from weighin.stream.pretrained_folder import auto_class, digest, read_folder
+from weighin.stream.pretrained_folder import digest
 from weighin.stream.pretrained_library import FolderChoice
 from weighin.suite import registry
 
@@ -45,12 +45,11 @@ def planned(folder: Path, run: Path) -> Path:
 
 
 def test_code_is_refused_unless_it_is_trusted(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        registry.model(str(folder))
-    assert caught.value.message == (
+    message, repair = refused(registry.model, str(folder)).split("\n")
+    assert message == (
         f"the model of {folder} needs the Python code in this folder (auto_map in config.json)"
     )
-    assert "add --trust-remote-code to run it" in caught.value.repair
+    assert "add --trust-remote-code to run it" in repair
     assert not (tmp_path / "modules").exists()
 
 
@@ -76,10 +75,8 @@ def test_the_plan_keeps_the_code_and_somebody_elses_run_asks_for_trust(
     assert kwargs["code"] == {"folder": str(folder), "sha256": digest(folder)}
     assert resume(run).planned[0].cell.model.kwargs == kwargs
     (run / "plan.json").write_text((run / "plan.json").read_text() + "\n")
-    with pytest.raises(ConfigError) as caught:
-        resume(run)
-    line = f"code of the Hugging Face folder {folder}"
-    assert caught.value.message.endswith(f"and would run here: {line}; mount {folder}")
+    shown = f"and would run here: code of the Hugging Face folder {folder}; mount {folder}\n"
+    assert shown in refused(resume, run)
     restored = resume(run, trusted=True)
     assert restored.planned[0].cell.model.kwargs == kwargs
 
@@ -88,37 +85,49 @@ def test_code_that_changed_after_the_plan_is_not_run(folder: Path) -> None:
     kwargs = registry.model(str(folder), choice=TRUSTED).kwargs
     with (folder / "modeling_tiny.py").open("a") as file:
         file.write("raise SystemExit\n")
-    with pytest.raises(
-        ConfigError, match="the model's code was changed after this run was planned"
-    ):
-        from_config(**kwargs)
+    changed = "the model's code was changed after this run was planned"
+    assert changed in refused(from_config, **kwargs)
 
 
-def refused(folder: Path, **config: Any) -> ConfigError:
+def from_trusted(folder: Path, **config: Any) -> Any:
+    """Build the model of a folder whose code is trusted; ``config`` replaces keys of config.json."""
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
-    with pytest.raises(ConfigError) as caught:
-        from_config(**registry.model(str(folder), choice=TRUSTED).kwargs)
-    return caught.value
+    return from_config(**registry.model(str(folder), choice=TRUSTED).kwargs)
 
 
 def test_code_in_another_repository_is_not_fetched(folder: Path) -> None:
-    error = refused(folder, auto_map={"AutoModel": "owner/name--other.TinyForCausalLM"})
     code = "owner/name--other.TinyForCausalLM"
-    assert error.message.startswith(f"{folder}: the code {code!r} of the model")
-    assert error.message.endswith("is not in this folder")
+    said = refused(from_trusted, folder, auto_map={"AutoModel": code}).splitlines()[0]
+    assert said.startswith(f"{folder}: the code {code!r} of the model")
+    assert said.endswith("is not in this folder")
 
 
 def test_another_repositorys_code_that_is_in_the_folder_is_run(folder: Path) -> None:
     auto_map = {"AutoModel": "owner/name--modeling_tiny.TinyForCausalLM"}
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"auto_map": auto_map}))
-    kwargs = registry.model(str(folder), choice=TRUSTED).kwargs
-    assert type(from_config(**kwargs)).__name__ == "TinyForCausalLM"
+    assert type(from_trusted(folder, auto_map=auto_map)).__name__ == "TinyForCausalLM"
 
 
-@pytest.mark.parametrize("place", ["../../evil", "a.b", ""])
-def test_code_is_a_module_of_the_folder_itself(folder: Path, place: str) -> None:
-    error = refused(folder, auto_map={"AutoModel": f"{place}.TinyForCausalLM"})
-    assert "which 'auto_map' in config.json names as module.class, is not in" in error.message
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"auto_map": {"AutoModel": f"{place}.TinyForCausalLM"}}, "which 'auto_map' in config.json names as module.class, is not in")
+        for place in ("../../evil", "a.b", "")
+    ]
+    + [({"architectures": ["OtherForCausalLM"]}, "config.json names no code of the class 'OtherForCausalLM' in 'auto_map'")],
+    ids=["of a folder above", "of a package", "of no module", "of another class"],
+)  # fmt: skip
+def test_code_is_a_module_of_the_folder_itself_that_has_the_class(
+    folder: Path, changes: dict[str, Any], words: str
+) -> None:
+    assert words in refused(from_trusted, folder, **changes)
+
+
+def test_code_that_needs_a_missing_package_says_so(folder: Path) -> None:
+    text = (folder / "modeling_tiny.py").read_text()
+    (folder / "modeling_tiny.py").write_text(f"import not_on_any_index\n{text}")
+    said = refused(from_trusted, folder)
+    assert said.startswith(f"{folder}: the model's code cannot be imported: ")
+    assert "not_on_any_index" in said
 
 
 @pytest.mark.parametrize("code", [5, "x", {"folder": 1, "sha256": "a"}, {"folder": "a"}])
@@ -127,74 +136,45 @@ def test_a_plan_with_damaged_code_is_refused(folder: Path, tmp_path: Path, code:
     plan = json.loads((run / "plan.json").read_text())
     plan["cells"][0]["model"]["kwargs"]["code"] = code
     (run / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(ConfigError, match="lacks folder, sha256, or has another type"):
-        resume(run)
+    assert "lacks folder, sha256, or has another type" in refused(resume, run)
 
 
-def test_a_class_without_code_is_named(folder: Path) -> None:
-    error = refused(folder, architectures=["OtherForCausalLM"])
-    assert (
-        error.message == "config.json names no code of the class 'OtherForCausalLM' in 'auto_map'"
-    )
+Said = Callable[..., str]
 
 
-def test_code_that_needs_a_missing_package_says_so(folder: Path) -> None:
-    text = (folder / "modeling_tiny.py").read_text()
-    (folder / "modeling_tiny.py").write_text(f"import not_on_any_index\n{text}")
-    error = refused(folder)
-    assert error.message.startswith(f"{folder}: the model's code cannot be imported: ")
-    assert "not_on_any_index" in error.message
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+    """Return a function that types a command, and returns its errors."""
 
+    def said(*typed: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["weighin", *map(str, typed)])
+        with pytest.raises(SystemExit):
+            main()
+        return capsys.readouterr().err
 
-def test_the_code_to_paste_trusts_the_folder_too(folder: Path) -> None:
-    found = read_folder(folder, TRUSTED)
-    auto = auto_class(found.config, found.wanted)
-    where: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": "float32",
-        "folder": str(folder),
-        "auto": auto,
-    }
-    for strategy in ("transformers", "streaming"):
-        code = pretrained_snippet(registry.strategy(strategy), found.wanted, **where)
-        scope: dict[str, Any] = {}
-        exec(code, scope)
-        assert type(scope["model"]).__name__ == "TinyForCausalLM", strategy
-
-
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *typed: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["weighin", *typed])
-    with pytest.raises(SystemExit):
-        main()
-    return capsys.readouterr().err
+    return said
 
 
 def test_a_resumed_run_takes_no_new_flag_and_no_file_sets_it(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = planned(folder, tmp_path / "run")
-    text = said(monkeypatch, capsys, "bench", "--resume", str(run), "--trust-remote-code")
+    text = said("bench", "--resume", run, "--trust-remote-code")
     assert "a resumed run keeps its settings: --trust-remote-code would be ignored" in text
     Path("pyproject.toml").write_text("[tool.weighin]\ntrust-remote-code = true\n")
-    text = said(monkeypatch, capsys, "predict", str(folder))
+    text = said("predict", folder)
     assert "pyproject.toml: tool.weighin.trust-remote-code: unknown key" in text
 
 
 def test_a_conversion_to_the_models_keys_runs_code_only_if_it_is_trusted(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, tmp_path: Path, said: Said
 ) -> None:
     target = tmp_path / "model.safetensors"
-    command = ("convert", str(folder), str(target), "--keys", "model")
-    assert "add --trust-remote-code to run it" in said(monkeypatch, capsys, *command)
+    command = ("convert", folder, target, "--keys", "model")
+    assert "add --trust-remote-code to run it" in said(*command)
     assert not target.exists()
-    said(monkeypatch, capsys, *command, "--trust-remote-code")
+    said(*command, "--trust-remote-code")
     written, source = load_file(target), load_file(folder / "model.safetensors")
     assert written.keys() == source.keys()
     assert all(torch.equal(written[name], source[name]) for name in source)

@@ -1,18 +1,10 @@
 """A torchvision that does not fit torch: the user is told what to mend."""
 
-import json
 from pathlib import Path
 
-import pytest
-import torch
 from fork_server import ForkServer
-from safetensors.torch import save_file
+from quantised_folders import plain_model
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8,
-    "vocab_size": 16, "tie_word_embeddings": False,
-}  # fmt: skip
 USERS_OWN = """
 import sys
 sys.modules.pop("torchvision", None)
@@ -30,9 +22,10 @@ import torchvision
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a folder with a model, and with a torchvision that fails as one of another build does."""
+def test_a_users_process_keeps_its_modules_and_is_told_what_to_mend(
+    tmp_path: Path, torch_fork_server: ForkServer
+) -> None:
+    """The torchvision beside the model fails as one that was built for another torch does."""
     package, info = (
         tmp_path / "packages/torchvision",
         tmp_path / "packages/torchvision-0.28.0.dist-info",
@@ -42,23 +35,8 @@ def folder(tmp_path: Path) -> Path:
     fails = 'raise RuntimeError("operator torchvision::nms does not exist")'
     (package / "__init__.py").write_text(fails)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
-    shapes = {
-        "model.embed_tokens.weight": (16, 8), "lm_head.weight": (16, 8), "model.norm.weight": (8,),
-        **{f"model.layers.0.self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"},
-        **{f"model.layers.0.mlp.{name}_proj.weight": (8, 8) for name in ("gate", "up", "down")},
-        **{f"model.layers.0.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")},
-    }  # fmt: skip
-    tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
-    save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
-    return tmp_path
-
-
-def test_a_users_process_keeps_its_modules_and_is_told_what_to_mend(
-    folder: Path, torch_fork_server: ForkServer
-) -> None:
-    ended = torch_fork_server.run(USERS_OWN, folder=folder)
+    plain_model("fp8").save_pretrained(tmp_path / "model")
+    ended = torch_fork_server.run(USERS_OWN, folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == (
         "the package transformers, which this model needs, cannot be imported: RuntimeError: operator"
