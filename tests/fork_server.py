@@ -42,6 +42,29 @@ for line in sys.stdin:
         os._exit(status)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+_PEAK: Final = """
+import sys, threading
+from pathlib import Path
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+def watch():
+    global peak
+    while not ended.wait(0.001):
+        peak = max(peak, anonymous())
+
+{setup}
+start = peak = anonymous()
+ended = threading.Event()
+thread = threading.Thread(target=watch)
+thread.start()
+{code}
+ended.set()
+thread.join()
+print(max(peak, anonymous()) - start)  # the last look may precede the last pages
+"""
 
 
 class ForkServer:
@@ -92,6 +115,12 @@ class ForkServer:
             status = self._process.stdout.readline()
             assert status, f"the fork server ended with {self._process.wait()}"
             return subprocess.CompletedProcess(code, int(status), out.read(), err.read())
+
+    def peak_of(self, setup: str, code: str, *arguments: object) -> int:
+        """Return how much anonymous memory ``code`` took at most beside that of ``setup``, in bytes, as sampled."""
+        done = self.run(_PEAK.format(setup=setup, code=code), *arguments)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
 
     def close(self) -> None:
         """End the process."""

@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +14,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fork_server import ForkServer
-from safetensors.torch import save_file
+from leftovers import lives, wait_until
+from safetensors.torch import load_file, save_file
 
 from weighin import child_process
 from weighin.checkpoint import convert as converting
-from weighin.checkpoint import reader, staging
+from weighin.checkpoint import staging
 from weighin.checkpoint.child import run_child
 from weighin.checkpoint.convert import Conversion, sentence
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError
 from weighin.stream import formats, hugging_face
 from weighin.stream import write as writing
-from weighin.units import MIB
+from weighin.units import GIB, MIB
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
-
-PEAK_SOURCE = """
-import sys, threading, time, torch
-from pathlib import Path
-from weighin.checkpoint import checksum, reader, truth
-from weighin.checkpoint.convert import Conversion
-
-def anonymous():
-    for line in open("/proc/self/status"):
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-
-start, peak, ended = anonymous(), 0, False
-def watch():
-    global peak
-    while not ended:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-
-thread = threading.Thread(target=watch, daemon=True); thread.start()
-Conversion(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], verify=True).write()
-ended = True
-thread.join()
-print(peak - start)
-"""
 
 
 def silent(text: str, share: float | None) -> None: ...
@@ -73,40 +50,52 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def weighin(*arguments: object) -> None:
-    result = CliRunner().invoke(app, [str(each) for each in arguments])
-    assert result.exit_code == 0, result.output
+# What a target must not be: the source, under any of its names, or what is there already.
+TAKEN: dict[str, Callable[[Path], Path]] = {
+    "itself": lambda source: source,
+    "itself by another path": lambda source: source.parent / "other" / ".." / source.name,
+    "a hard link": lambda source: linked(os.link, source, "hard"),
+    "a link": lambda source: linked(os.symlink, source, "link"),
+    "a link to nothing": lambda source: linked(os.symlink, source.with_name("gone"), "dangling"),
+    "a folder": lambda source: source.with_name("other"),
+}
 
 
-def test_an_error_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(where: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(reader, "read_pieces", fail)
-    with pytest.raises(OSError, match="No space left"):
-        convert(source, source.with_name("new"))
-    assert names(source.parent) == ["model.pt"]
+def linked(link: Callable[[Path, Path], None], path: Path, name: str) -> Path:
+    link(path, path.with_name(name))
+    return path.with_name(name)
 
 
-def test_what_must_not_be_written_over_is_refused(source: Path, tmp_path: Path) -> None:
-    def complaint(source: Path, target: Path) -> str:
-        with pytest.raises(ConfigError) as caught:
-            convert(source, target)
-        return str(caught.value)
+@pytest.mark.parametrize("target", TAKEN)
+def test_nothing_is_converted_onto_what_is_there(source: Path, target: str) -> None:
+    (source.parent / "other").mkdir()
+    there = TAKEN[target](source)
+    before = snapshot(source.parent)
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(there))} exists already\n"):
+        convert(source, there, "pt", dtype="bfloat16")
+    assert snapshot(source.parent) == before
 
-    folder, link = tmp_path / "folder", tmp_path / "link"
-    convert(source, folder)
-    link.symlink_to(tmp_path / "nowhere")
-    for target in (source, folder, link):
-        assert complaint(source, target) == (
-            f"{target} exists already\nname another target, or first remove the existing one"
-        )
-    assert complaint(source, tmp_path / "no" / "new") == (
-        f"{tmp_path}/no: no such folder\ncreate the folder: mkdir -p {tmp_path}/no"
+
+@pytest.mark.parametrize("target", ["itself", "a link"])
+def test_a_folder_is_converted_neither_onto_itself_nor_into_itself(
+    source: Path, target: str
+) -> None:
+    convert(source, folder := source.with_name("folder"))
+    there = TAKEN[target](folder)
+    before = snapshot(folder)
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(there))} exists already\n"):
+        convert(folder, there)
+    with pytest.raises(ConfigError) as caught:
+        convert(folder, there / "new")
+    assert str(caught.value) == (
+        f"{there}/new is inside {folder}\nname a target outside of the source"
     )
-    assert complaint(folder, folder / "new") == (
-        f"{folder}/new is inside {folder}\nname a target outside of the source"
-    )
+    assert snapshot(folder) == before
+
+
+def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
@@ -117,51 +106,35 @@ def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", ["new.pt", "new.PTH", "new.bin", "new.ckpt", "new.pth.tar"])
-def test_the_suffix_of_a_file_of_torch_means_that_torch_load_reads_it(
-    source: Path, name: str
+@pytest.mark.parametrize(
+    ("name", "size", "files"),
+    [(f"new{suffix}", "", []) for suffix in (".pt", ".PTH", ".bin", ".ckpt", ".pth.tar")]
+    # The tensors have 4800 and 28 bytes: together more than 4.8 KB, and less than 4.8 KiB.
+    + [("llama-3.1", "4.8KB", ["1-of-00002", "2-of-00002"]), ("new", "4.8KiB", ["1-of-00001"])],
+)
+def test_the_targets_name_says_what_is_written(
+    source: Path, name: str, size: str, files: list[str]
 ) -> None:
+    """A file that torch.load reads, or a folder of shards, whose sizes are read as Hugging Face does."""
     target = source.with_name(name)
-    weighin("convert", source, target)
-    written, original = torch.load(target), torch.load(source)
+    more = ["--max-shard-size", size] if size else []
+    done = CliRunner().invoke(app, ["convert", str(source), str(target), *more])
+    assert done.exit_code == 0, done.output
+    assert formats.detect(target) == ("sharded" if files else "pt")
+    written = load_folder(target) if files else torch.load(target)
+    shards = sorted(target.glob("*.safetensors"))
+    assert [path.name for path in shards] == [f"model-0000{part}.safetensors" for part in files]
+    original = torch.load(source)
     assert written.keys() == original.keys()
     assert all(torch.equal(written[key], original[key]) for key in original)
 
 
-@pytest.mark.parametrize("name", ["new", "llama-3.1"])
-def test_a_name_without_the_suffix_of_a_file_means_a_folder_of_shards(
-    source: Path, name: str
-) -> None:
-    target = source.with_name(name)
-    weighin("convert", source, target, "--max-shard-size", "1000B")
-    assert [path.name for path in sorted(target.glob("*.safetensors"))] == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    ]
-    assert formats.detect(target) == "sharded"
-
-
-@pytest.mark.parametrize(
-    ("name", "fmt", "format_of_suffix", "other"),
-    [
-        ("new.pt", "safetensors", "pt", "new.safetensors"),
-        ("new.safetensors", "pt", "safetensors", "new.pt"),
-        ("new.bin", "sharded", "pt", "new"),
-        ("new.pth.tar", "dcp", "pt", "new"),
-    ],
-)
-def test_a_suffix_of_another_format_is_refused_with_the_two_ways_on(
-    source: Path, name: str, fmt: str, format_of_suffix: str, other: str
-) -> None:
-    target, suffix = source.with_name(name), name.removeprefix("new")
-    with pytest.raises(ConfigError) as caught:
-        Conversion(source, target, fmt).run(silent)
-    assert str(caught.value) == (
-        f"{target}: {suffix} is the suffix of format {format_of_suffix}, but --format says"
-        f" {fmt}\nto write {format_of_suffix}, leave --format out; for the format of --format, name"
-        f" the target {other}"
-    )
-    assert names(source.parent) == ["model.pt"]
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("harm", ["value", "key", "nothing"])
@@ -211,9 +184,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_memory_stays_far_below_the_largest_tensor_and_300_mib(
     large: Path, tmp_path: Path, fmt: str, torch_fork_server: ForkServer
 ) -> None:
-    done = torch_fork_server.run(PEAK_SOURCE, large, tmp_path / "new", fmt, "bfloat16")
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 130 * MIB
+    setup = "from weighin.checkpoint import checksum, convert, reader, truth"
+    code = "convert.Conversion(*map(Path, sys.argv[1:3]), *sys.argv[3:], verify=True).write()"
+    peak = torch_fork_server.peak_of(setup, code, large, tmp_path / "new", fmt, "bfloat16")
+    assert peak < 130 * MIB
 
 
 def test_the_progress_is_the_share_of_the_bytes_that_are_read_and_written(
@@ -226,48 +200,15 @@ def test_the_progress_is_the_share_of_the_bytes_that_are_read_and_written(
     assert 0.5 < shares[-1] <= 1
 
 
-def test_the_command_says_what_it_made(source: Path) -> None:
-    target = source.with_name("half.pt")
-    done = Conversion(source, target, dtype="bfloat16", verify=True).run(silent)
-    said = sentence(done)
-    assert said.startswith(f"{target}: pt from pt, {target.stat().st_size / 1024:.3f} KiB in ")
-    assert said.endswith("every tensor's checksum verified")
-    assert torch.load(target)["head"].dtype is torch.bfloat16
-    assert done == {
-        "source": str(source),
-        "source_format": "pt",
-        "target": str(target),
-        "format": "pt",
-        "bytes": target.stat().st_size,
-        "seconds": done["seconds"],
-        "verified": True,
-        "quantised": None,
-        "left_out": [],
-    }
-
-
-@pytest.mark.parametrize(("size", "shards"), [("4.8KB", 2), ("4.8KiB", 1)])
-def test_shards_are_sized_as_hugging_face_writes_it(source: Path, size: str, shards: int) -> None:
-    """The tensors have 4800 and 28 bytes: together more than 4.8 KB, and less than 4.8 KiB."""
-    target = source.with_name("shards")
-    weighin("convert", source, target, "--max-shard-size", size)
-    assert len(list(target.glob("*.safetensors"))) == shards
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--format", "per-param", "no checkpoint format is called 'per-param'"),
-        ("--dtype", "bfloat", "no dtype is called 'bfloat'"),
-        ("--max-shard-size", "5XB", "cannot read '5XB' as a size"),
-    ],
-)
-def test_the_command_refuses_before_it_starts_anything(
-    source: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str, said: str
-) -> None:
-    monkeypatch.setattr(converting, "run_child", None)
-    result = CliRunner().invoke(app, ["convert", str(source), f"{source}.new", option, value])
-    assert said in str(result.exception)
+def test_the_command_says_what_it_made() -> None:
+    said = {"target": "new.pt", "format": "pt", "source_format": "sharded", "bytes": 3 * GIB}
+    done = said | {"seconds": 2.0, "quantised": None, "left_out": [], "verified": False}
+    text = "new.pt: pt from sharded, 3.000 GiB in 2.00 s (1.50 GiB/s)"
+    assert sentence(done) == text
+    told = {"verified": True, "quantised": {"summary": "CODES"}, "left_out": ["a", "b\n"]}
+    assert sentence(done | told) == (
+        f"{text}, every tensor's checksum verified; CODES; left out, because they are no tensors: a, b"
+    )
 
 
 def test_an_interrupted_command_leaves_nothing(
@@ -350,13 +291,9 @@ def test_a_command_that_is_told_to_end_exits_as_after_ctrl_c_and_leaves_nothing(
     command = child_process.module("weighin", "convert", str(source), str(source.with_name("new")))
     with child_process.Child(command, child_process.environment()) as child:
         children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-        while not (makers := children.read_text().split()):
-            time.sleep(0.005)
+        makers: list[str] = []
+        wait_until(lambda: makers.extend(children.read_text().split()) or makers, "nobody converts")
         os.kill(child.pid, number)
         assert child.wait(60) == 130
     assert names(source.parent) == ["model.pt"]
-    maker = Path(f"/proc/{makers[0]}/cmdline")
-    deadline = time.monotonic() + 60
-    while maker.exists() and maker.read_bytes():  # it is empty for a zombie
-        assert time.monotonic() < deadline, "the process that converts goes on"
-        time.sleep(0.01)
+    wait_until(lambda: not lives(int(makers[0])), "the process that converts goes on")
