@@ -291,9 +291,14 @@ def test_a_command_that_is_told_to_end_exits_as_after_ctrl_c_and_leaves_nothing(
     command = child_process.module("weighin", "convert", str(source), str(source.with_name("new")))
     with child_process.Child(command, child_process.environment()) as child:
         children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-        makers: list[str] = []
-        wait_until(lambda: makers.extend(children.read_text().split()) or makers, "nobody converts")
+        makers: list[int] = []
+
+        def started() -> list[int]:
+            makers[:] = map(int, children.read_text().split())
+            return makers
+
+        wait_until(started, "nobody converts")
         os.kill(child.pid, number)
         assert child.wait(60) == 130
     assert names(source.parent) == ["model.pt"]
-    wait_until(lambda: not lives(int(makers[0])), "the process that converts goes on")
+    wait_until(lambda: not lives(makers[0]), "the process that converts goes on")

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,59 +12,62 @@ from weighin.stream.construct import WriteLog, without_weights
 from weighin.units import MIB
 
 
-def recorded(build: Callable[[], nn.Module]) -> tuple[nn.Module, WriteLog]:
-    log = WriteLog()
-    torch.manual_seed(0)
-    with log.recording():
-        model = build()
-    return model, log
-
-
-class Reseeded(nn.Module):
-    """Draws, seeds, and draws again; keeps one of the later numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        torch.manual_seed(5)
-        self.second = nn.Linear(3, 3)
-        self.register_buffer("noise", torch.randn(3), persistent=False)
-
-
 class Looks(nn.Module):
-    """Looks at values by operations, and by what is none."""
+    """Looks at values by operations and by what is none, seeds amidst, and calls all of ``torch.nn.init``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Linear(3, 3)
+        torch.manual_seed(5)
         self.two = copy.deepcopy(self.one)
         self.scale = self.one.weight.abs().max().item()
         self.listed = self.one.bias.tolist()
         self.array = torch.empty(3).fill_(2.0).numpy()
         self.narrow = nn.Linear(3, 3).half()
         self.kept = [self.narrow.weight]
+        self.register_buffer("noise", torch.randn(3), persistent=False)
         self.register_buffer("mask", torch.ones(600, 600).triu(1), persistent=False)
+        self.turned = nn.Parameter(torch.empty(5, 6).t())
+        nn.init.kaiming_uniform_(self.turned, mode="fan_out", nonlinearity="relu")
+        self.named = nn.Parameter(torch.empty(4, 6, dtype=torch.bfloat16))
+        nn.init.uniform_(tensor=self.named, a=-2, b=3)
+        self.mixed = nn.Parameter(torch.empty(2, 6))
+        nn.init.kaiming_uniform_(self.mixed, 1, mode="fan_out")
+        self.own = nn.Parameter(torch.empty(2, 6))
+        nn.init.uniform_(self.own, generator=torch.Generator().manual_seed(3))
+        self.refused = ""
+        try:
+            nn.init.kaiming_uniform_(torch.empty(3))  # as torch refuses it
+        except ValueError as error:
+            self.refused = str(error)
+        self.last = nn.Parameter(torch.empty(5, 6))
+        nn.init.normal_(self.last, 1, 0.5)
 
 
-@pytest.mark.parametrize("kind", [Reseeded, Looks])
-def test_all_that_is_looked_at_is_as_a_real_construction_leaves_it(
-    kind: Callable[[], nn.Module],
-) -> None:
-    model, log = recorded(kind)
-    log.finish()
+def test_all_is_as_a_real_construction_leaves_it() -> None:
+    log = WriteLog()
     torch.manual_seed(0)
-    right = kind()
-    for name, tensor in right.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-    for name, buffer in right.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
-    if isinstance(right, Looks):
-        assert isinstance(model, Looks)
-        assert (model.scale, model.listed) == (right.scale, right.listed)
-        assert (model.array == right.array).all()
-        assert model.kept[0] is model.narrow.weight
+    with log.recording():
+        model = Looks()
+    log.finish()
+    after = torch.rand(3)
+    torch.manual_seed(0)
+    right = Looks()
+    assert torch.equal(after, torch.rand(3))
+    for found, wanted in (
+        (model.state_dict(), right.state_dict()),
+        (dict(model.named_buffers()), dict(right.named_buffers())),
+    ):
+        assert found.keys() == wanted.keys()
+        assert not [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert all(parameter._version > 0 for parameter in (model.turned, model.named, model.last))
+    assert "Fan in" in right.refused
+    assert (model.scale, model.listed, model.refused) == (right.scale, right.listed, right.refused)
+    assert (model.array == right.array).all()
+    assert model.kept[0] is model.narrow.weight
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_what_nobody_looks_at_takes_no_memory() -> None:
     before = memory_of(read_status()).anon_bytes
     model = without_weights(lambda: nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))))
@@ -101,41 +103,3 @@ def test_other_threads_build_as_ever() -> None:
     thread.join()
     torch.manual_seed(3)
     assert torch.equal(found[0].get_parameter("weight"), nn.Linear(3, 3).weight)
-
-
-class Initialises(nn.Module):
-    """Calls the functions of ``torch.nn.init`` in several ways, and keeps what some refuse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.one = nn.Parameter(torch.empty(5, 6))
-        nn.init.normal_(self.one, 1, 0.5)
-        self.two = nn.Parameter(torch.empty(5, 6).t())
-        nn.init.kaiming_uniform_(self.two, mode="fan_out", nonlinearity="relu")
-        self.three = nn.Parameter(torch.empty(4, 6, dtype=torch.bfloat16))
-        nn.init.uniform_(tensor=self.three, a=-2, b=3)
-        self.four = nn.Parameter(torch.empty(2, 6))
-        nn.init.kaiming_uniform_(self.four, 1, mode="fan_out")
-        self.five = nn.Parameter(torch.empty(2, 6))
-        nn.init.uniform_(self.five, generator=torch.Generator().manual_seed(3))
-        self.refused = ""
-        try:
-            nn.init.kaiming_uniform_(torch.empty(3))  # as torch refuses it
-        except ValueError as error:
-            self.refused = str(error)
-        self.last = nn.Conv2d(2, 3, 2)
-
-
-def test_functions_of_torch_nn_init_draw_the_numbers_of_a_real_construction() -> None:
-    model, log = recorded(Initialises)
-    log.finish()
-    after = torch.rand(3)
-    torch.manual_seed(0)
-    right = Initialises()
-    assert torch.equal(after, torch.rand(3))
-    assert "Fan in" in str(right.refused)
-    assert model.refused == right.refused
-    for name, tensor in right.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-        assert dict(model.named_parameters())[name]._version > 0

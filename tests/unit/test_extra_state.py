@@ -4,6 +4,7 @@ import argparse
 import io
 import logging
 from collections import OrderedDict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,24 @@ STATES: dict[str, Any] = {
     "namespace": argparse.Namespace(size=torch.Size([2, 3]), dtype=torch.bfloat16, device=torch.device("cpu")),
     "stream": io.BytesIO(b"recipe"),
     "none": None,
+    "tensors": {"scale": torch.arange(3.0)},
+    "gaps": torch.arange(6.0)[::2],
 }  # fmt: skip
 
 
 def same(ours: Any, theirs: Any) -> bool:
     if type(ours) is not type(theirs):
         return False
+    if isinstance(ours, argparse.Namespace):
+        ours, theirs = vars(ours), vars(theirs)
     if isinstance(ours, dict):
         return [*ours] == [*theirs] and all(same(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list | tuple):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     if isinstance(ours, np.ndarray | np.generic):
         return ours.dtype == theirs.dtype and bool(np.array_equal(ours, theirs))
-    if isinstance(ours, argparse.Namespace):
-        return same(vars(ours), vars(theirs))
+    if isinstance(ours, torch.Tensor):
+        return ours.stride() == theirs.stride() and torch.equal(ours, theirs)
     return bool(ours.getvalue() == theirs.getvalue() if isinstance(ours, io.BytesIO) else ours == theirs)  # fmt: skip
 
 
@@ -74,6 +79,34 @@ def test_a_module_gets_the_extra_state_that_torch_gives_it(
     assert same(model["inner"].extra, expected["inner"].extra)
     if name == "plain":
         assert model["inner"].extra["b"][0] is model["inner"].extra["a"]
+
+
+def stripping() -> Stateful:
+    """Return a model with a hook that takes the prefix away."""
+    model = Stateful()
+    strip = nn.modules.utils.consume_prefix_in_state_dict_if_present
+    hook = lambda _, state, *__: strip(state, "wrapped.")  # noqa: E731
+    model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("prefix", "is_bare"), [("", False), *product(["wrapped", "wrapped."], [True, False])]
+)
+def test_an_extra_state_is_found_where_a_prefix_is_taken_away(
+    tmp_path: Path, prefix: str, is_bare: bool
+) -> None:
+    """By the call, also of an extra state without the prefix; or by a hook of the model."""
+    saved = {f"wrapped.{name}": value for name, value in Stateful({"step": 2}).state_dict().items()}
+    if is_bare:
+        saved["_extra_state"] = saved.pop("wrapped._extra_state")
+    torch.save({"model": saved}, tmp_path / "model.pt")
+    build = Stateful if prefix else stripping
+    ours: Any = load_streaming(build, tmp_path / "model.pt", key="model", strip_prefix=prefix)
+    (theirs := build()).load_state_dict(
+        {name.removeprefix("wrapped.") if prefix else name: one for name, one in saved.items()}
+    )
+    assert ours.extra == theirs.extra == {"step": 2}
 
 
 def test_an_extra_state_of_a_foreign_class_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -106,51 +139,3 @@ def test_another_value_in_the_selection_is_unexpected_as_in_torch(tmp_path: Path
         CheckpointError, match=r"does not fit this model, keys: 1 unexpected \(decay\)"
     ):
         load_streaming(nn.Linear(2, 1), path, key="model")
-
-
-def test_a_hook_that_takes_a_prefix_away_finds_the_extra_state_too(tmp_path: Path) -> None:
-    def build() -> Stateful:
-        model = Stateful()
-        strip = nn.modules.utils.consume_prefix_in_state_dict_if_present
-        hook = lambda _, state, *__: strip(state, "module.")  # noqa: E731
-        model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
-        return model
-
-    saved = {f"module.{name}": value for name, value in Stateful({"step": 2}).state_dict().items()}
-    torch.save(saved, tmp_path / "model.pt")
-    (theirs := build()).load_state_dict(dict(saved))
-    ours = load_streaming(build, tmp_path / "model.pt")
-    assert ours.extra == theirs.extra == {"step": 2}
-
-
-@pytest.mark.parametrize("prefix", ["wrapped", "wrapped."])
-@pytest.mark.parametrize("is_bare", [True, False], ids=["bare", "prefixed"])
-def test_an_extra_state_is_found_where_a_prefix_is_stripped(
-    tmp_path: Path, prefix: str, is_bare: bool
-) -> None:
-    saved = {f"wrapped.{name}": value for name, value in Stateful({"step": 2}).state_dict().items()}
-    if is_bare:
-        saved["_extra_state"] = saved.pop("wrapped._extra_state")
-    torch.save({"model": saved}, tmp_path / "model.pt")
-    (theirs := Stateful()).load_state_dict(
-        {name.removeprefix("wrapped."): value for name, value in saved.items()}
-    )
-    ours: Any = load_streaming(Stateful, tmp_path / "model.pt", key="model", strip_prefix=prefix)
-    assert ours.extra == theirs.extra == {"step": 2}
-
-
-def test_an_extra_state_may_hold_tensors(tmp_path: Path) -> None:
-    torch.save(Stateful({"scale": torch.arange(3.0)}).state_dict(), tmp_path / "model.pt")
-    loaded: Any = load_streaming(Stateful, tmp_path / "model.pt")
-    assert torch.equal(loaded.extra["scale"], torch.arange(3.0))
-
-
-def test_an_extra_state_with_gaps_in_the_file_keeps_its_strides(tmp_path: Path) -> None:
-    saved: Any = Stateful()
-    saved.extra = torch.arange(6.0)[::2]
-    torch.save(saved.state_dict(), tmp_path / "m.pt")
-    ours: Any = load_streaming(Stateful, tmp_path / "m.pt")
-    theirs: Any = Stateful()
-    theirs.load_state_dict(torch.load(tmp_path / "m.pt"))
-    assert ours.extra.stride() == theirs.extra.stride() == (2,)
-    assert torch.equal(ours.extra, theirs.extra)

@@ -1,26 +1,27 @@
 """Streaming: the right model from every layout, in every dtype, with what shares memory still shared."""
 
 import copy
+import mmap
 import threading
-import time
 import weakref
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cells import write_state
 from safetensors.torch import save_file
 from torch import nn
 
-from weighin.checkpoint.checksum import pieces_of
 from weighin.errors import CheckpointError
 from weighin.models.tied import tied
+from weighin.run import loads
 from weighin.stream import formats
 from weighin.stream.construct import WriteLog, without_weights
 from weighin.stream.model import Granularity, _Placer, load_streaming
-from weighin.stream.slices import Fill, TensorPlan
-from weighin.stream.write import write as write_checkpoint
+from weighin.stream.slices import Fill
+from weighin.units import MIB
 
 KWARGS = {"vocab_size": 128, "emb_dim": 32, "n_layers": 2, "n_heads": 2}
 
@@ -35,17 +36,9 @@ def blank() -> torch.nn.Module:
 
 
 def saved(folder: Path, fmt: str = "pt") -> Path:
-    state = seeded().state_dict()
-    firsts: dict[int, str] = {}
-    plans = []
-    for name, tensor in state.items():
-        first = firsts.setdefault(tensor.data_ptr(), name)
-        plans.append(
-            TensorPlan(name, tuple(tensor.shape), tensor.dtype, first if first != name else None)
-        )
     path = formats.checkpoint_in(folder, fmt)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(fmt, path, plans, lambda name: pieces_of(state[name]))
+    write_state(path, fmt, seeded().state_dict())
     return path
 
 
@@ -61,36 +54,27 @@ def assert_right(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> 
             assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.parametrize("how", ["built", "function"])
 @pytest.mark.parametrize("fmt", formats.NAMES)
-def test_every_layout_gives_the_right_model(fmt: str, tmp_path: Path) -> None:
-    assert_right(load_streaming(blank(), saved(tmp_path, fmt)))
+def test_every_layout_gives_the_right_model(fmt: str, how: str, tmp_path: Path) -> None:
+    model = blank() if how == "built" else lambda: tied(**KWARGS)
+    assert_right(load_streaming(model, saved(tmp_path, fmt)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_it_converts_on_the_way(dtype: torch.dtype, tmp_path: Path) -> None:
-    assert_right(load_streaming(blank(), saved(tmp_path), dtype=dtype), dtype)
-
-
-@pytest.mark.parametrize("fmt", formats.NAMES)
-def test_a_function_that_builds_the_model_is_called_without_weights(
-    fmt: str, tmp_path: Path
-) -> None:
-    assert_right(load_streaming(lambda: tied(**KWARGS), saved(tmp_path, fmt)))
-
-
 @pytest.mark.parametrize("granularity", ["all", "module", "tensor"])
-def test_tied_weights_stay_tied_at_every_granularity(
-    granularity: Granularity, tmp_path: Path
+def test_it_converts_on_the_way_and_keeps_ties_at_every_granularity(
+    granularity: Granularity, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    assert_right(load_streaming(blank(), saved(tmp_path), granularity=granularity, threads=1))
+    path = saved(tmp_path)
+    assert_right(load_streaming(blank(), path, granularity=granularity, threads=1))
+    assert_right(load_streaming(blank(), path, granularity=granularity, dtype=dtype), dtype)
 
 
 def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    model = seeded()
-    model.get_submodule("rotary").to("meta")
+    (model := seeded()).get_submodule("rotary").to("meta")
     with pytest.raises(CheckpointError) as caught:
-        load_streaming(model, path)
+        load_streaming(model, path := saved(tmp_path))
     assert str(caught.value) == (
         f"{path}: not loaded, because the model has rotary.cos, rotary.sin on the meta device\n"
         "pass load_streaming the function that builds the model, not a model on the meta device"
@@ -111,12 +95,16 @@ def test_a_parameter_that_is_a_buffer_too_stays_both(tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter("weight"), torch.ones(200, 200, dtype=torch.bfloat16))
 
 
-def test_memory_that_is_there_is_filled_where_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_memory_that_is_there_is_filled_where_it_is(device: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = tied(**KWARGS)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    assert_right(load_streaming(model, saved(tmp_path)))
+    assert_right(load_streaming(model, saved(tmp_path), device=device))
     assert before == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_memory_on_another_device_is_allocated_after_that_of_the_tensor_before_is_freed(
@@ -143,14 +131,6 @@ def test_memory_on_another_device_is_allocated_after_that_of_the_tensor_before_i
     pairs = zip(formats.read(path), model.parameters(), strict=True)
     placer.place([Fill(where, one.detach()) for where, one in pairs])
     assert left == [3, 2, 1]
-
-
-def test_parameters_keep_requires_grad(tmp_path: Path) -> None:
-    model = blank()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    load_streaming(model, saved(tmp_path))
-    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 class Views(torch.nn.Module):
@@ -201,82 +181,46 @@ def test_another_models_checkpoint_is_refused_before_anything_is_read(tmp_path: 
 
 
 def test_threads_that_build_and_load_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    register = torch.nn.Module.register_buffer
-    threads_before = torch.get_num_threads()
-    errors: list[BaseException] = []
-    stop = threading.Event()
-
-    def run(work: Callable[[], object]) -> None:
-        try:
-            while not stop.is_set():
-                work()
-        except BaseException as error:
-            errors.append(error)
-
-    right = seeded().state_dict()
+    path, right = saved(tmp_path), seeded().state_dict()
+    register, threads_before = torch.nn.Module.register_buffer, torch.get_num_threads()
+    loaded = threading.Barrier(3, timeout=60)
 
     def load() -> None:
-        found = load_streaming(lambda: tied(**KWARGS), path).state_dict()
-        assert all(torch.equal(found[name], tensor) for name, tensor in right.items())
+        for _ in range(3):
+            loaded.wait()
+            found = load_streaming(lambda: tied(**KWARGS), path).state_dict()
+            assert all(torch.equal(found[name], tensor) for name, tensor in right.items())
 
     def build() -> None:
-        model = torch.nn.BatchNorm1d(64)
-        assert torch.equal(model.weight, torch.ones(64))
-        assert torch.equal(model.get_buffer("running_var"), torch.ones(64))
-        assert not torch.nn.Linear(8, 8).weight.is_meta
+        for _ in range(3):
+            loaded.wait()
+            for _ in range(50):
+                model = torch.nn.BatchNorm1d(64)
+                assert torch.equal(model.weight, torch.ones(64))
+                assert torch.equal(model.get_buffer("running_var"), torch.ones(64))
+                assert not torch.nn.Linear(8, 8).weight.is_meta
 
-    pool = [threading.Thread(target=run, args=(work,)) for work in (load, load, build)]
-    for thread in pool:
-        thread.start()
-    time.sleep(1)
-    stop.set()
-    for thread in pool:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(work) for work in (load, load, build)]:
+            done.result()
     assert torch.nn.Module.register_buffer is register
     assert torch.get_num_threads() == threads_before
 
 
-def test_the_first_cpu_is_the_cpu(tmp_path: Path) -> None:
-    model = tied(**KWARGS)
-    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    load_streaming(model, saved(tmp_path), device="cpu:0")
-    assert before == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-
-
-def test_a_constructor_that_looks_at_values_is_built_with_them(tmp_path: Path) -> None:
-    class Looks(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-            self.scales = [one.weight.abs().max().item() for one in (self.first, self.second)]
-
-    torch.manual_seed(0)
-    right = Looks()
-    torch.save(Looks().state_dict(), tmp_path / "looks.pt")
-    torch.manual_seed(0)
-    model = load_streaming(Looks, tmp_path / "looks.pt")
-    assert model.get_parameter("first.weight").abs().max().item() != right.scales[0]
-    assert isinstance(model, Looks)
-    assert model.scales == right.scales
-
-
-def test_a_model_that_shares_a_foreign_tensor_shares_it_still(tmp_path: Path) -> None:
-    """As with torch: what the checkpoint holds arrives there, and the memory stays where it was."""
-    teacher = torch.nn.Embedding(8, 4)
-    torch.save({"weight": torch.ones(8, 4)}, tmp_path / "student.pt")
-    address = teacher.weight.data_ptr()
-
-    def build() -> torch.nn.Module:
-        student = torch.nn.Embedding(8, 4)
-        student.weight = teacher.weight
-        return student
-
-    model = load_streaming(build, tmp_path / "student.pt")
-    assert model.get_parameter("weight") is teacher.weight
-    assert teacher.weight.data_ptr() == address
-    assert torch.equal(teacher.weight, torch.ones(8, 4))
+@pytest.mark.parametrize("advice", ["refused", "unknown to Python"])
+def test_a_kernel_without_huge_pages_loads_all_the_same(
+    advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if advice == "refused":
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
+    else:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    right = torch.nn.Linear(1000, 2000)
+    torch.save(right.state_dict(), tmp_path / "model.pt")
+    found = load_streaming(lambda: torch.nn.Linear(1000, 2000), tmp_path / "model.pt")
+    assert torch.equal(found.get_parameter("weight"), right.weight)
+    with loads.held(3 * MIB) as held_bytes:
+        assert held_bytes == 3 * MIB
 
 
 def test_weights_that_torch_would_align_are_aligned_whatever_their_place_in_the_file(

@@ -5,7 +5,9 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -45,17 +47,6 @@ def read(reader: Reader, file: Path, offset: int, size: int) -> bytes:
     return bytes(target)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(offset=st.integers(0, SIZE - 1), size=st.integers(1, PIECE_BYTES), cold=st.booleans())
-def test_any_stretch_cold_or_cached(
-    reader: Reader, file: Path, offset: int, size: int, cold: bool
-) -> None:
-    size = min(size, SIZE - offset)
-    if cold:
-        page_cache.drop([file])
-    assert read(reader, file, offset, size) == CONTENT[offset : offset + size]
-
-
 @tried_again(EVICTED)
 @pytest.mark.parametrize("cached_bytes", [0, PIECE_BYTES, SIZE])
 def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
@@ -73,20 +64,21 @@ def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset=st.integers(0, SIZE - 1), size=st.integers(1, SIZE), cold=st.booleans())
-def test_any_stretch_into_memory_that_lies_as_it_does_in_the_file(
+def test_any_stretch_cold_or_cached(
     reader: Reader, file: Path, offset: int, size: int, cold: bool
 ) -> None:
-    """All but its head and its tail comes from the disk without a buffer between."""
-    size = min(size, SIZE - offset)
+    """Into memory that lies as in the file, without a buffer between but at its ends; and otherwise."""
+    size, start = min(size, SIZE - offset), offset % ALIGNMENT
+    wanted = CONTENT[offset : offset + size]
+    if cold:
+        page_cache.drop([file])
     with mmap.mmap(-1, size + 2 * ALIGNMENT) as area:
-        start = offset % ALIGNMENT
-        if cold:
-            page_cache.drop([file])
         with memoryview(area) as whole, whole[start : start + size] as target:
             reader.read(file, target, offset)
-        around = area[:start], area[start + size :]
-        assert area[start : start + size] == CONTENT[offset : offset + size]
-        assert not any(map(any, around))
+        assert area[start : start + size] == wanted
+        assert not any(area[:start]) and not any(area[start + size :])
+    if size <= PIECE_BYTES:
+        assert read(reader, file, offset, size) == wanted
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -122,41 +114,16 @@ def test_a_stretch_that_lies_otherwise_than_its_memory_is_read_at_once(
     assert page_cache.cached([file]) == 0
 
 
-def test_a_file_that_ends_within_an_aligned_read_is_an_error(
-    reader: Reader, tmp_path: Path
-) -> None:
-    short = tmp_path / "short"
-    short.write_bytes(CONTENT[: 3 * ALIGNMENT + 5])
-    page_cache.drop([short])
-    area = mmap.mmap(-1, 8 * ALIGNMENT)
-    with pytest.raises(CheckpointError, match=f"it ends before byte {8 * ALIGNMENT:,}"):
-        reader.read(short, memoryview(area), 0)
-
-
-def test_a_cold_read_leaves_no_page_in_the_cache(reader: Reader, file: Path) -> None:
-    page_cache.drop([file])
-    for offset in range(0, 3 * PIECE_BYTES, PIECE_BYTES):
-        read(reader, file, offset, PIECE_BYTES)
-    assert page_cache.cached([file]) == 0
-
-
-def test_a_stretch_that_is_cached_in_part(reader: Reader, file: Path) -> None:
-    page_cache.drop([file])
-    with file.open("rb", buffering=0) as other:
-        os.posix_fadvise(other.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-        other.seek(1024**2)
-        other.read(4096)
-    assert read(reader, file, 100, PIECE_BYTES) == CONTENT[100 : 100 + PIECE_BYTES]
-    assert read(reader, file, 1024**2 + 1, 8192) == CONTENT[1024**2 + 1 : 1024**2 + 8193]
-
-
 @pytest.mark.parametrize("cold", [True, False])
-def test_the_end_of_the_file(reader: Reader, file: Path, cold: bool) -> None:
+@pytest.mark.parametrize("beyond", [1, 5 * ALIGNMENT])
+def test_the_end_of_the_file(reader: Reader, file: Path, cold: bool, beyond: int) -> None:
+    """Also of one that ends within an aligned read."""
     if cold:
         page_cache.drop([file])
     assert read(reader, file, SIZE - 5, 5) == CONTENT[-5:]
-    with pytest.raises(CheckpointError, match=rf"ends before byte {SIZE + 1:,}\n"):
-        read(reader, file, SIZE - 5, 6)
+    for offset in (SIZE - 5, SIZE // ALIGNMENT * ALIGNMENT - 2 * ALIGNMENT):
+        with pytest.raises(CheckpointError, match=rf"ends before byte {SIZE + beyond:,}\n"):
+            reader.read(file, memoryview(mmap.mmap(-1, SIZE - offset + beyond)), offset)
 
 
 def test_where_the_file_system_refuses_direct_reads(file: Path, monkeypatch: MonkeyPatch) -> None:
@@ -181,14 +148,10 @@ def test_tmpfs_reads_as_any_other(tmp_path: Path) -> None:
     shm = Path("/dev/shm")
     if not shm.is_dir():
         pytest.skip("this system has no /dev/shm")
-    path = shm / f"weighin-test-{os.getpid()}"
-    path.write_bytes(CONTENT[:100_000])
-    try:
-        reader = Reader()
-        assert read(reader, path, 3, 99_997) == CONTENT[3:100_000]
-        reader.close()
-    finally:
-        path.unlink()
+    with NamedTemporaryFile(dir=shm) as there, closing(Reader()) as reader:
+        there.write(CONTENT[:100_000])
+        there.flush()
+        assert read(reader, Path(there.name), 3, 99_997) == CONTENT[3:100_000]
 
 
 def test_a_thousand_files_take_no_more_descriptors_and_buffers_than_one(
@@ -203,25 +166,20 @@ def test_a_thousand_files_take_no_more_descriptors_and_buffers_than_one(
     assert [path for path in found if path.is_relative_to(tmp_path)] == [file]
 
 
-def test_a_file_that_cannot_be_opened_is_named(reader: Reader, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        reader.read(tmp_path / "gone", memoryview(bytearray(5)), 0)
-    assert caught.value.message == f"{tmp_path / 'gone'}: cannot be read: No such file or directory"
-
-
-@pytest.mark.parametrize("cold", [True, False])
-def test_a_disk_that_fails_is_named(
-    reader: Reader, file: Path, cold: bool, monkeypatch: MonkeyPatch
+def test_a_file_that_cannot_be_opened_or_read_is_named(
+    reader: Reader, file: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    file.read_bytes()
-    if cold:
-        page_cache.drop([file])
+    target = memoryview(bytearray(PIECE_BYTES))
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/gone: cannot be read: No such file or"):
+        reader.read(tmp_path / "gone", target, 0)
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match=f"{file}: cannot be read: Input/output error"):
-        reader.read(file, memoryview(bytearray(PIECE_BYTES)), 0)
+    for read_before in (page_cache.drop, lambda _: file.read_bytes()):
+        read_before([file])
+        with pytest.raises(CheckpointError, match=f"{file}: cannot be read: Input/output error"):
+            reader.read(file, target, 0)
 
 
 @pytest.mark.parametrize("short_bytes", [512, 4096, 4608, 100_352, 131_072, 3])
@@ -251,13 +209,17 @@ def test_a_disk_may_give_less_than_it_was_asked_for(
     reader.close()
 
 
-def test_a_short_read_that_may_go_on_leaves_no_page_in_the_cache(
-    file: Path, reader: Reader, monkeypatch: MonkeyPatch
+@tried_again(EVICTED)  # as what maps a page of the file, or writes it back, keeps it
+@pytest.mark.parametrize("most_bytes", [SIZE, 100_352], ids=["whole", "short"])
+def test_a_cold_read_leaves_no_page_in_the_cache(
+    file: Path, reader: Reader, most_bytes: int, monkeypatch: MonkeyPatch
 ) -> None:
     os_preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *how: min(os_preadv(*how), 100_352))
+    monkeypatch.setattr(os, "preadv", lambda *how: min(os_preadv(*how), most_bytes))
     page_cache.drop([file])
     target = memoryview(mmap.mmap(-1, SIZE))
     reader.read(file, target, 0)
     assert target == CONTENT
+    for offset in range(0, 3 * PIECE_BYTES, PIECE_BYTES):
+        read(reader, file, offset, PIECE_BYTES)
     assert page_cache.cached([file]) == 0

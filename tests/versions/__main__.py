@@ -29,10 +29,10 @@ PAIRS: Final = "oldest:3.11 newest:3.13"
 TESTED: Final = (
     "torch_files", "blocks", "skeleton", "cache", "checkpoint_files", "checksum", "contract", "convert",
     "converting_views", "dcp", "deferred", "dtypes", "hostile_files", "hostile_matrix", "inspect",
-    "formats", "generate", "measure", "huge_pages", "models", "predict", "predict_allocator",
+    "formats", "generate", "measure", "models", "predict", "predict_allocator",
     "predict_heap", "predict_tables", "registry", "safetensors_layout", "saving", "snippet",
     "strategy_options", "load_streaming", "streaming_reads", "selection", "synthesised", "loaders",
-    "tied_weights", "verify",
+    "verify",
 )  # fmt: skip
 """Unit tests of what runs torch: the loader, the formats, the strategies and the prediction. The loader's
 conformance with torch is tested, too."""
