@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from weighin.cell import ModelSpec
-from weighin.errors import CheckpointError, UnknownName
+from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.models.description import spec_of
 from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedUse, Prediction, Work
@@ -264,6 +264,15 @@ def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(
     assert advice.best.strategy == "mmap_assign"
     times = {one.strategy: one.ready_s for one in advice.candidates}
     assert times == pytest.approx({name: 4.5 * (seconds or 0) for name, seconds in quiet.items()})
+
+
+def test_a_use_that_can_only_be_measured_is_refused_until_it_was(monkeypatch: MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="the use fork can only be measured"):
+        advised(use="fork")
+    kept = Evidence([None], [], 3 * GIB)
+    monkeypatch.setattr(answer, "find", lambda *_: {("mmap_assign", "pt"): kept})
+    forked = {one.strategy: one.memory_from for one in advised(use="fork").candidates}
+    assert forked["mmap_assign"] == "measured"
 
 
 def test_a_strategy_that_cannot_be_written_out_is_named_by_its_file(

@@ -334,5 +334,7 @@ def test_a_command_that_predicts_nothing_ends_with_code_2_and_the_reason(tmp_pat
     assert "transformers (pt) is not predicted: transformers loads Hugging Face" in text
     assert "error: no load was predicted" in text
     assert "Predicted by running each strategy" not in text
+    ended = CliRunner().invoke(app, ["predict", str(path), "--use", "fork"])
+    assert str(ended.exception).startswith("the use fork can only be measured\nmeasure it: ")
     ended = CliRunner().invoke(app, ["predict", str(path), "-s", "streaming,transformers"])
     assert ended.exit_code == 0, ended.output

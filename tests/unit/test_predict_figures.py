@@ -182,7 +182,7 @@ def planned(name: str = "streaming", **changes: Any) -> Planned:
     [
         (planned(environment={"MALLOC_ARENA_MAX": "1"}),
          "weighin cannot predict the effect of MALLOC_ARENA_MAX=1"),
-        (planned(use="fork", passes=0), "weighin measures forked processes, but cannot predict their memory"),
+        (planned(use="fork", passes=0), "the use fork can only be measured"),
         (replace(planned("transformers", format="gguf"), skip=""),
          "transformers dequantises a GGUF file in code of its own"),
         (planned("dcp_fsdp", ranks=2), "weighin cannot predict the memory of tensors that ranks send to each other"),

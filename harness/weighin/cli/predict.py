@@ -25,7 +25,7 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
     With --use, the predicted RAM floor (the smallest sufficient RAM limit) also suffices for the
     use of the model after the load.
     """
-    from weighin.cell import FORWARD
+    from weighin.cell import FORK, FORWARD
     from weighin.errors import ConfigError
     from weighin.plan import loads
     from weighin.predict import client, tables
@@ -46,6 +46,8 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
             "predict each model in a separate command: weighin predict FOLDER",
         )
     use_paths = registry.chosen_uses(settings.uses)
+    if [*use_paths] == [FORK]:
+        raise ConfigError(*client.FORK_ALONE)
     is_asked = _options.is_typed(context, "uses") or "uses" in _options.assigned(context)
     planned = loads.cells_of(
         settings,

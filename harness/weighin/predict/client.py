@@ -24,6 +24,11 @@ _FOLLOWED: Final = frozenset(
     {"torch", "numpy", "safetensors", "accelerate", *(each.name for each in LIBRARIES)}
 )
 """The packages that read files with torch operations, or whose reads ``patches.py`` simulates."""
+FORK_ALONE: Final = (
+    "the use fork can only be measured",
+    "measure it: weighin bench MODEL --use fork",
+)
+"""The error of a question about no other use."""
 
 _PRIVATE: Final = (
     "baseline_anon_bytes",
@@ -92,7 +97,7 @@ def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
     if planned.cell.environment:
         return f"weighin cannot predict the effect of {', '.join(planned.cell.settings)}"
     if planned.cell.use == FORK:
-        return "weighin measures forked processes, but cannot predict their memory"
+        return FORK_ALONE[0]
     if planned.strategy.shares_load:
         return "weighin cannot predict the memory of tensors that ranks send to each other"
     if planned.selection:

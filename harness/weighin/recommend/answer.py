@@ -6,12 +6,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Final
 
-from weighin.cell import FORWARD, SYNTHESISED, Cell, ModelSpec
-from weighin.errors import UnknownName
+from weighin.cell import FORK, FORWARD, SYNTHESISED, Cell, ModelSpec
+from weighin.errors import ConfigError, UnknownName
 from weighin.files import object_in
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
-from weighin.predict.client import predict
+from weighin.predict.client import FORK_ALONE, predict
 from weighin.predict.prediction import Prediction
 from weighin.recommend.candidates import (
     OWN_CODE,
@@ -188,6 +188,8 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     found = quantised.of_model(question.model)
     if found and question.checkpoint and not (evidence or found.dequantises):
         raise found.error(question.checkpoint)
+    if question.use == FORK and not any(one.anon_bytes for one in evidence.values()):
+        raise ConfigError(*FORK_ALONE)
     say(f"predicting the memory and time of {len(planned)} strategies")
     predictions = predict(
         whole,  # a part of a file loads as a file that holds only this part
