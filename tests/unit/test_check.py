@@ -244,7 +244,7 @@ def test_a_wrong_load_under_a_limit_of_a_search_for_floors_passes_no_gate(tmp_pa
             (ok(), killed(), WRONG, FAILED),
             1,
             "cannot make a baseline: gpt2-xl lossy pt float32 cpu cold docker ram=8GiB:"
-            " wrong_weights; gpt2-xl broken pt float32 cpu cold docker ram=8GiB: strategy_failed\n"
+            " wrong_weights, gpt2-xl broken pt float32 cpu cold docker ram=8GiB: strategy_failed\n"
             "repair these strategies and measure again, or leave them out of --strategies",
         ),
         (
@@ -256,7 +256,7 @@ def test_a_wrong_load_under_a_limit_of_a_search_for_floors_passes_no_gate(tmp_pa
         (
             (ok(), make_result(make_cell("baseline"), environment={"kernel": "5.4"})),
             2,
-            "cannot make a baseline: kernel: 5.4 | 6.18.0\n"
+            "cannot make a baseline: the cells differ in kernel: 5.4 | 6.18.0\n"
             "measure all cells again on one machine, with the same packages and variables",
         ),
     ],

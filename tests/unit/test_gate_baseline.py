@@ -157,7 +157,7 @@ def test_the_rules_of_a_yaml_file_are_read_and_stay_in_the_json_that_replaces_it
         (
             "schema: 1\nexpect: {lossy: dead}\n",
             ConfigError,
-            "{path}: expect: 'dead' is not one of the outcomes\nwrite an expected outcome as in"
+            "{path}: expect: lossy=dead: this is none of the outcomes\nwrite an expected outcome as in"
             " baseline=oom_killed; outcomes that can be expected: oom_killed, child_killed, cuda_oom,"
             " timeout, thrashing, skipped",
         ),

@@ -26,6 +26,7 @@ from weighin.records.metrics import METRICS, Metric, Tolerance
 from weighin.records.run_folder import Coverage, Records
 from weighin.records.series import STRATEGY, Figure, Series, name_of, selects, summarise
 from weighin.result import BROKEN, Outcome
+from weighin.text import few
 
 
 class LineVerdict(StrEnum):
@@ -225,7 +226,8 @@ def update(
     ended = {f"{name}: {one.outcome}": one.failures for name, one in measured.series.items()}
     unmeasured = [text for text, ends in ended.items() if Outcome.MEASUREMENT_FAILED in ends]
     broken = [text for text, ends in ended.items() if ends & {*BROKEN}]
-    mixed = [f"{name}: {one}" for name, one in measured.environment.items() if " | " in str(one)]
+    ours = measured.environment.items()
+    mixed = [f"the cells differ in {name}: {one}" for name, one in ours if " | " in str(one)]
     for found, repair, code in (
         (
             unmeasured,
@@ -236,7 +238,7 @@ def update(
         (mixed, "measure all cells again on one machine, with the same packages and variables", 2),
     ):
         if found:
-            message = f"cannot make a baseline: {'; '.join(found)}"
+            message = f"cannot make a baseline: {few(found)}"
             raise HarnessError(message, repair, exit_code=code)
     return files.write(baseline_file, measured.environment, measured.series, **typed)
 
