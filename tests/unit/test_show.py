@@ -221,10 +221,14 @@ def test_a_metric_over_time_tells_its_steps(tmp_path: Path) -> None:
     found = history(tmp_path, "peak_rss")
     (series,) = found.json["series"]
     assert series["steps"] == [{"run": "run03", "before": GIB, "now": 2 * GIB}]
-    _, changes, *_ = found.document
+    _, changes, caution = found.document
     assert isinstance(changes, Lines)
+    assert caution == Lines("", [], "dim")
     assert "+1.0 GiB (+100.0 %) since run03 (1.000 GiB -> 2.000 GiB), commit aaaaaaaaa -> bbbbbbbbb" in changes.lines[0]  # fmt: skip
     json.dumps(found.json)
+    *_, caution = history(tmp_path, "load").document
+    assert isinstance(caution, Lines)
+    assert "a step of a time proves nothing alone" in caution.lines[0]
 
 
 def test_a_sampled_metric_must_stay_off_its_level(tmp_path: Path) -> None:

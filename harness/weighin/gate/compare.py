@@ -30,6 +30,7 @@ _OF_MACHINE: Final = (
     "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
     "gpu",
 )  # fmt: skip
+_OF_TIMES: Final = "Times differ for many reasons, so a step of a time proves nothing alone."
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,4 +298,5 @@ def _changes_over_time(
     return [
         Table.of(heads, rows, title=f"{metric.title} over {len(about)} runs"),
         Lines("", changes or ["no step: no series changed its level"]),
+        Lines("", [_OF_TIMES] if metric.unit == "ns" else [], "dim"),
     ]
