@@ -87,6 +87,7 @@ def annotations(judgement: GateResult) -> str:
         ("mixed.txt", lambda: terminal(mixed())),
         ("mixed-all.txt", lambda: terminal(mixed(), whole=True)),
         ("mixed.md", lambda: tables.write_markdown(mixed())),
+        ("unchanged-all.md", lambda: tables.write_markdown(unchanged(), whole=True)),
         ("mixed.xml", lambda: tables.junit(mixed())),
         ("mixed.json", lambda: as_json(mixed())),
         ("mixed-annotations.txt", lambda: annotations(mixed())),

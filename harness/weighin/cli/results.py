@@ -176,15 +176,16 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
 
     shown = tables.terminal(result, whole=typed["all"])
     _console.deliver(typed["json"], tables.as_json(result), *shown)
+    page = tables.write_markdown(result, whole=typed["all"])
     if typed["github"]:
         for text in tables.annotations(result, typed["baseline"] and str(typed["baseline"])):
             click.echo(text)
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             with Path(path).open("a", encoding="utf-8") as file:
-                file.write(tables.write_markdown(result))
-    for name, write in (("markdown", tables.write_markdown), ("junit", tables.junit)):
+                file.write(page)
+    for name, text in (("markdown", page), ("junit", tables.junit(result))):
         if typed[name]:
-            _console.write(typed[name], write(result))
+            _console.write(typed[name], text)
 
 
 def _repairs(

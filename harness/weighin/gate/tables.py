@@ -47,10 +47,13 @@ def terminal(result: GateResult, *, whole: bool = False) -> Document:
         for fails in (True, False)
     )
     worst = {line.series: line for line in reversed(result.failed) if line.phases}
+    passed = 0 if whole or notable else sum(line.metric is not None for line in result.lines)
+    nearest = [f"of {passed} figures that pass, the nearest to its limit"] if passed > 1 else []
     return [
         Lines("", failing),
         *([_table(figures, names)] if figures else []),
         Lines("", others),
+        Lines("", nearest, "dim"),
         *(_phases(worst[name], names[name]) for name in names if name in worst),
         Lines("", [f"all: {common}"] if common else [], "dim"),
         Lines("", [f"note: {note}" for note in result.notes]),
@@ -58,10 +61,10 @@ def terminal(result: GateResult, *, whole: bool = False) -> Document:
     ]
 
 
-def write_markdown(result: GateResult) -> str:
+def write_markdown(result: GateResult, *, whole: bool = False) -> str:
     """Return the terminal's text as Markdown, with the summary first."""
     head = f"## {'❌' if result.failed else '✅'} weighin check\n\n{escaped(summary(result))}"
-    parts = [head, markdown(terminal(result)[:-1], 3)]
+    parts = [head, markdown(terminal(result, whole=whole)[:-1], 3)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
