@@ -75,6 +75,7 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
 
     original = Path.read_bytes
     fakes = ((module.load, load), (module.load_file, load_file))
+    # Some values cannot be hashed, so a lookup would fail.
     found = {name: fake for name, value in names.items() for real, fake in fakes if value is real}
     with patch.dict(names, found), patch.object(Path, "read_bytes", read_bytes):
         yield

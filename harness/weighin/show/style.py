@@ -81,7 +81,6 @@ def svg(figure: "Figure", inside: str = "") -> str:
     file = BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "weighin"}):
         figure.savefig(file, format="svg", facecolor="white", metadata={"Date": None})
-    figure.set_layout_engine("none")  # as it is: a PNG needs no second layout
     text = re.sub(
         r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), file.getvalue().decode()
     )

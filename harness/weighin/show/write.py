@@ -73,7 +73,10 @@ def draw(run: Measured, formats: Sequence[str] = DEFAULT) -> Iterator[tuple[str,
         ((f"timeline-{at}" if at > 1 else "timeline", figure) for at, figure in timelines),
     )
     for name, figure in figures:  # one at a time: a figure keeps its 20 MiB of pixels
-        svg = style.svg(figure, name) if "html" in formats else ""
+        svg = ""
+        if "html" in formats:
+            svg = style.svg(figure, name)
+            figure.set_layout_engine("none")  # as it is: a PNG needs no second layout
         yield name, Picture(svg, style.png(figure) if "png" in formats else b"")
 
 

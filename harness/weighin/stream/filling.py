@@ -84,7 +84,10 @@ def cache_threads() -> int:
 
 
 def piece_bytes_of(total_bytes: int, threads: int) -> int:
-    """Return the size of a thread's buffer: larger ones are faster, and a large model has room for them."""
+    """Return the size of a thread's buffer: larger ones are faster, and a large model has room for them.
+
+    ``predict/patches.py`` computes what the buffers of all threads take together.
+    """
     room = int(total_bytes * _BUFFERS_SHARE / threads)
     return min(max(PIECE_BYTES, room), _MOST_PIECE_BYTES)
 
