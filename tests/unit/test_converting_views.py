@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from weighin.checkpoint.checksum import PIECE_ELEMENTS
 from weighin.checkpoint.convert import Conversion
+from weighin.checkpoint.reader import read_pieces
 from weighin.stream import formats
 from weighin.stream.model import load_streaming
 
@@ -66,6 +68,12 @@ def test_an_expanded_tensor_may_be_longer_than_a_piece(tmp_path: Path) -> None:
     convert(tmp_path / "long.pt", tmp_path / "there.safetensors", "safetensors")
     convert(tmp_path / "there.safetensors", tmp_path / "back.pt", "pt")
     assert torch.equal(torch.load(tmp_path / "back.pt")["w"], state["w"])
+
+
+def test_a_tiny_file_that_repeats_one_element_is_read_in_pieces(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1).expand(2**40)}, tmp_path / "hostile.pt")
+    (one,) = formats.read(tmp_path / "hostile.pt")
+    assert next(read_pieces(one)).numel() == PIECE_ELEMENTS
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

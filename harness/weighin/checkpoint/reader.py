@@ -9,25 +9,33 @@ from typing import Final
 import torch
 
 from weighin.checkpoint.checksum import PIECE_ELEMENTS, RunningChecksum, cut, pieces_of
-from weighin.stream.bytes import PIECE_BYTES, Disk, Reader
-from weighin.stream.filling import fill
+from weighin.stream.bytes import PIECE_BYTES, Reader, mapped
+from weighin.stream.filling import blocks
 from weighin.stream.slices import Fill, Slice, TensorPlan, ties
 
 RECORD_BYTES: Final = 4096  # an upper bound of a tensor's header and name in a file
-_WHOLE: Final = (
-    threading.Lock()
-)  # of the tensors that are in memory as a whole, there is one at a time
+# Of the tensors that are in memory as a whole, there is one at a time.
+_WHOLE: Final = threading.Lock()
 
 
 def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
     """Yield the elements in row-major order, in flat pieces; the next may overwrite the last."""
     if where.nbytes == 0:
         return
-    if where.encoding and not where.fill:
+    if where.parts or where.fill:  # in several blocks, or computed
+        with _WHOLE:
+            values = torch.empty(where.shape, dtype=where.dtype)
+            if where.fill:
+                where.fill(values)
+            else:
+                for part, block in blocks(Fill(where, values)):
+                    block.copy_(mapped(part))
+            yield from pieces_of(values)
+    elif where.encoding:
         from weighin.stream.gguf_files import decoded  # imports numpy
 
         yield from cut(decoded(where, PIECE_ELEMENTS))
-    elif where.contiguous and not where.parts and not where.fill:
+    elif where.contiguous:
         piece_bytes = PIECE_ELEMENTS * where.dtype.itemsize
         buffer = torch.empty(min(piece_bytes, where.nbytes), dtype=torch.uint8)
         with closing(Reader()) as reader:
@@ -37,11 +45,8 @@ def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
                 for at in range(0, len(target), PIECE_BYTES):
                     reader.read(where.file, target[at : at + PIECE_BYTES], offset + at)
                 yield piece.view(where.dtype)
-    else:  # in several blocks, transposed, or computed
-        with _WHOLE:
-            values = torch.empty(where.shape, dtype=where.dtype)
-            fill([Fill(where, values)], Disk(1))
-            yield from pieces_of(values)
+    else:  # for example transposed
+        yield from pieces_of(mapped(where))
 
 
 def bytes_to_read(slices: Iterable[Slice]) -> int:

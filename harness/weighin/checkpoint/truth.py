@@ -1,8 +1,8 @@
 """Find out what a correctly loaded model is: ``make`` generates a checkpoint from a seed, ``index``
 compares a user's own checkpoint with the model, and both write a manifest with the checksums.
 
-This module runs in a child, which needs memory for the buffers and a few pieces of 16 MiB, or for the whole
-model if it has non-persistent buffers.
+This module runs in a child, which needs memory for the buffers, a few pieces of 16 MiB and the largest tensor
+in several parts (of dcp), or for the whole model if it has non-persistent buffers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

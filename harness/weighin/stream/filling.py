@@ -63,7 +63,7 @@ class _Piece(NamedTuple):
 
 def fill(fills: Sequence[Fill], disk: Disk) -> None:
     """Fill all tensors; the first error ends the load."""
-    stored = [block for one in fills if one.where.fill is None for block in _blocks(one)]
+    stored = [block for one in fills if one.where.fill is None for block in blocks(one)]
     if stored:
         stored.sort(key=lambda one: (str(one.where.file), one.where.offset))
         total_bytes = sum(_span_bytes(one.where) for one in stored)
@@ -163,7 +163,7 @@ def _compute_alone() -> None:
         openmp.omp_set_num_threads(1)
 
 
-def _blocks(one: Fill) -> Iterator[Fill]:
+def blocks(one: Fill) -> Iterator[Fill]:
     """Yield each stored block of a tensor, with the part of the tensor that receives the block."""
     if not one.where.parts:
         if one.out.numel():
@@ -172,7 +172,7 @@ def _blocks(one: Fill) -> Iterator[Fill]:
     for part in one.where.parts:
         sides = zip(part.start, part.shape, strict=True)
         target = one.out[tuple(slice(at, at + size) for at, size in sides)]
-        yield from _blocks(Fill(part, target))
+        yield from blocks(Fill(part, target))
 
 
 def _span_bytes(where: Slice) -> int:
