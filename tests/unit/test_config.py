@@ -16,6 +16,7 @@ from weighin.settings.definition import (
     check_suite,
     read_suite,
 )
+from weighin.stream.formats import READ_ONLY
 from weighin.suite.registry import data_folder, model, read_model, read_strategy
 from weighin.units import GIB, MIB
 
@@ -56,6 +57,7 @@ def test_each_suite_of_ours_loads() -> None:
             assert read_suite(path, COMMANDS).commands
             continue
         suite = read_suite(path)
+        assert not {*suite.format} & {*READ_ONLY}, "weighin cannot make it"
         for name in [each.source for each in suite.models]:
             if not name.startswith("results/folders/"):  # which a benchmark makes
                 model(name)
