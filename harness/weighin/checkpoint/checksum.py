@@ -23,11 +23,8 @@ _MASK: Final = 2**64 - 1
 _weights: dict[torch.device, torch.Tensor] = {}
 _computing = threading.Lock()
 
-CELL_DTYPES: Final = (
-    "float32",
-    "bfloat16",
-    "float16",
-)  # in which loads have floating-point weights
+# In which loads have floating-point weights.
+CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
 PIECE_ELEMENTS: Final = CHUNK_BYTES
 """The elements of a tensor's piece: 16 MiB in float32; in any dtype whole chunks, for ``RunningChecksum``."""
 

@@ -50,9 +50,8 @@ class Conversion:
     source: Path
     target: Path
     fmt: str = AUTO
-    dtype: str = (
-        ""  # torch's name of the new dtype of floating-point tensors; empty keeps their own
-    )
+    # torch's name of the new dtype of floating-point tensors; empty keeps their own
+    dtype: str = ""
     max_shard_bytes: int = MAX_SHARD_BYTES
     verify: bool = False  # read the target back from the disk, and compare it with the source
     selection: Selection = WHOLE
