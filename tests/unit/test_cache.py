@@ -269,7 +269,10 @@ def test_listing_and_clearing(in_process: list[dict[str, Any]], root: Path, tmp_
     prepared = cache.ensure(TIED, "pt")
     cache.ensure(TIED, "per_param")
     (root / "models" / "link-0").symlink_to(kept)
+    for used, fmt in enumerate(("per_param", "pt"), start=10**15):  # within one second
+        os.utime(prepared.manifest_path.with_name(f"{fmt}.json"), ns=(used * 10**3, used * 10**3))
     listed = cache.list_entries()
+    assert [stored["format"] for stored in listed] == ["pt", "per_param"]
     assert {(stored["name"], stored["format"]) for stored in listed} == {
         (prepared.manifest_path.parent.name, "pt"),
         (prepared.manifest_path.parent.name, "per_param"),

@@ -41,6 +41,16 @@ def extra() -> nn.Module:
     return Extra(2, 2)
 
 
+def lazy() -> nn.Module:
+    return nn.LazyLinear(2)
+
+
+def lazy_buffer() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("b", nn.parameter.UninitializedBuffer(), persistent=False)
+    return module
+
+
 def make(
     folder: Path, builder: str, kwargs: dict[str, int], fmt: str = "pt", seed: int = 0
 ) -> Manifest:
@@ -164,11 +174,16 @@ def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path: Path) -> No
     assert written <= asked[0] < written * 1.2
 
 
-def test_extra_state_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("builder", "name"), [("extra", "_extra_state"), ("lazy", "weight"), ("lazy_buffer", "b")]
+)
+def test_what_is_no_tensor_of_a_known_shape_is_refused(
+    tmp_path: Path, builder: str, name: str
+) -> None:
     with pytest.raises(
-        ConfigError, match="'_extra_state' in the state dict is neither a parameter"
+        ConfigError, match=f"'{name}' is neither .*\n.* run the model once in the builder"
     ):
-        make(tmp_path / "a", f"{__name__}:extra", {})
+        make(tmp_path / "a", f"{__name__}:{builder}", {})
 
 
 def test_a_users_checkpoint_has_the_manifest_of_what_made_it(tmp_path: Path) -> None:

@@ -175,11 +175,17 @@ def test_every_strategy_of_ours_that_loads_to_the_cpu_has_an_expectation() -> No
             "weighin inspect reads a checkpoint, and gpt2-tiny is a model without one\n"
             "name a file or a folder; for the size of a model: weighin predict gpt2-tiny",
         ),
+        (
+            [],
+            "weighin inspect reads a checkpoint, and none was given\n"
+            "name a file or a folder; for the size of a model: weighin predict gpt2-small",
+        ),
         (["gone.pt"], "gone.pt: no such file or folder\ncheck the path"),
         (
             ["m.pt", "--model", "gpt2-tiny"],
             "two models are given in place of one: 'm.pt' and 'gpt2-tiny'\n"
-            "give one of the two models, or list both models in a suite file: --suite FILE",
+            "give one of the two models, or list both models in a suite file: --suite FILE; weights"
+            " for a model are --checkpoint FILE",
         ),
         (
             ["m.pt", "--set", 'kwargs={"a": 1}'],

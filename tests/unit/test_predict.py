@@ -121,6 +121,11 @@ def test_accelerate_that_writes_the_weights_to_a_folder_is_not_followed() -> Non
     )
 
 
+def test_a_format_that_weighin_does_not_write_is_told_with_its_repair() -> None:
+    said = "ConfigError: weighin reads the format pt_legacy, but does not write it: name another"
+    assert with_options("load_assign", "pt_legacy").cannot.startswith(said)
+
+
 def test_cuda_sums_are_the_allocators() -> None:
     baseline, mapped = predicted("baseline", "mmap_assign", device="cuda")
     assert baseline.cuda_requested_bytes == 2 * (WEIGHT_BYTES + BIAS_BYTES)

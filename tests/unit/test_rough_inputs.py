@@ -39,6 +39,11 @@ TYPED = {
     ): "https://hub/gpt2 is an address, and weighin fetches nothing",
     ("inspect", "empty.pt"): "empty.pt: no tensors in it",
     ("convert", "model.pt", f"{244 * 'a'}.safetensors"): "the target's name is too long",
+    (
+        "recommend",
+        "--set",
+        "models=gpt2-tiny,llama-8b",
+    ): "weighin recommend answers for one value of models",
     ("convert", "model.pt", "out.xyz"): "no format of checkpoints has the suffix .xyz",
 }
 

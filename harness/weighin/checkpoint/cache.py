@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -233,8 +234,8 @@ def list_entries(name: str | None = None) -> list[dict[str, Any]]:
 
     The manifest of a user's own file has the format "index".
     """
-    found = [stored for entry in _entries(name) for stored in _checkpoints(entry)]
-    return sorted(found, key=lambda stored: str(stored["last_used"]), reverse=True)
+    found = [each for entry in _entries(name) for each in _checkpoints(entry)]
+    return [stored for _, stored in sorted(found, key=itemgetter(0), reverse=True)]
 
 
 def clear(name: str | None = None) -> list[dict[str, Any]]:
@@ -242,7 +243,7 @@ def clear(name: str | None = None) -> list[dict[str, Any]]:
     removed: list[dict[str, Any]] = []
     for entry in _entries(name):
         with _locked(entry, lambda: None):
-            removed += _checkpoints(entry)
+            removed += [stored for _, stored in _checkpoints(entry)]
             for marker in entry.glob("*.json"):  # first: a format without a marker is incomplete
                 marker.unlink(missing_ok=True)
             shutil.rmtree(entry, ignore_errors=True)
@@ -264,15 +265,16 @@ def _markers(entry: Path) -> list[Path]:
     return [path for path in sorted(entry.glob("*.json")) if path.name != _MANIFEST]
 
 
-def _checkpoints(entry: Path) -> Iterator[dict[str, Any]]:
+def _checkpoints(entry: Path) -> Iterator[tuple[datetime, dict[str, Any]]]:
     manifest = entry / _MANIFEST
     for marker in _markers(entry) or ([manifest] if manifest.is_file() else []):
         files = manifest if marker == manifest else entry / marker.stem
         used = datetime.fromtimestamp(marker.stat().st_mtime, UTC)
-        yield {
+        stored = {
             "name": entry.name,
             "format": "index" if marker == manifest else marker.stem,
             "bytes": sum(size for size, _ in _states(files).values()),
             "last_used": used.isoformat(timespec="seconds"),
             "path": str(files),
         }
+        yield used, stored

@@ -32,7 +32,11 @@ def run_child(
         if done is not None:
             return done
         lines = child_process.printed_lines(child.printed)[-3:]
-    end, repair = f"ended with exit code {code}", "if the model's builder raised this, correct it"
+    end = f"ended with exit code {code}"
+    repair = (
+        "if the model's builder raised this, correct it; if it is out of memory, give a smaller"
+        " model (weighin predict tells its memory)"
+    )
     if code < 0:
         end = f"was killed by {signal.Signals(-code).name}"
         repair = "run it again; if the kernel killed it (see `dmesg`), free some memory first"

@@ -81,13 +81,12 @@ def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Des
     build = construct.resolve_builder(builder)
     model = construct.build_skeleton(build, spec.kwargs, dtype=dtype)
     own = named_tensors(model)
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in {**own, **model.state_dict(keep_vars=True)}.items():
         if torch.nn.parameter.is_lazy(value) or value is not own.get(name):
             raise ConfigError(
-                f"builder {builder}: {name!r} in the state dict is neither a parameter nor a buffer of a"
-                " known shape",
+                f"builder {builder}: {name!r} is neither a parameter nor a buffer of a known shape",
                 "name another builder: weighin cannot measure a model with state-dict hooks, extra"
-                " state or lazy modules that no input has reached",
+                " state or lazy modules that no input has reached; or run the model once in the builder",
             )
     if not own:
         raise ConfigError(

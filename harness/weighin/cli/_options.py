@@ -233,7 +233,8 @@ def one_model(context: click.Context) -> str:
     if len(models) > 1:
         raise ConfigError(
             f"two models are given in place of one: {models[0]!r} and {models[1]!r}",
-            "give one of the two models, or list both models in a suite file: --suite FILE",
+            "give one of the two models, or list both models in a suite file: --suite FILE;"
+            " weights for a model are --checkpoint FILE",
         )
     return models[0] if models else ""
 

@@ -48,8 +48,10 @@ def inspect(context: click.Context, typed: dict[str, Any]) -> None:
     with remembering():  # the notes are of the headers that inspect reads
         path = registry.path_of(name, settings.kwargs, choice.revision)
         if path is None:
+            typed_one = _options.one_model(context)
+            why = f"{name} is a model without one" if typed_one else "none was given"
             raise ConfigError(
-                f"weighin inspect reads a checkpoint, and {name} is a model without one",
+                f"weighin inspect reads a checkpoint, and {why}",
                 f"name a file or a folder; for the size of a model: weighin predict {name}",
             )
         if choice.variant:

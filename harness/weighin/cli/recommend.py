@@ -66,7 +66,7 @@ def question_of(context: click.Context, settings: "Settings") -> "Question":
     from weighin.slow_disk import Pace
     from weighin.suite import chosen_models, registry
 
-    for key in ("ram", "vram", "disk", "disk_latency", "ranks", "uses"):
+    for key in ("models", "ram", "vram", "disk", "disk_latency", "ranks", "uses"):
         if len(getattr(settings, key)) > 1:
             raise ConfigError(
                 f"weighin recommend answers for one value of {key}", "ask for each value in turn"

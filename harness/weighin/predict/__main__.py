@@ -115,9 +115,11 @@ def _in_fork(
             answer = step(_cell(request), request)
         except Exception as error:
             traceback.print_exc()
-            answer = {"cannot": f"{type(error).__name__}: {one_line(str(error))}"}
+            text, answer = str(error), dict[str, Any]()
             if isinstance(error, HarnessError):
+                text = text.replace("\n", ": ")
                 answer["error"] = [error.message, error.repair]
+            answer["cannot"] = f"{type(error).__name__}: {one_line(text)}"
         with os.fdopen(writing, "w") as pipe:
             pipe.write(f"{json.dumps(answer)}\n")
         os._exit(0)
