@@ -143,6 +143,7 @@ def test_a_pickle_that_grows_without_end_is_given_up(
         (pickled(b"N" + b"\x94" * 2000), "more than 1,000 objects"),
         (pickled(b"N" * 4000), "more than 3,000 instructions"),
         (text, "longer than 33,554,432 bytes"),
+        (pickled(b"ctorch\n" + b"x" * 2**25), "longer than 33,554,432 bytes"),
     ):
         with pytest.raises(CheckpointError) as caught:
             pickles.load(tmp_path / "x", io.BytesIO(data))

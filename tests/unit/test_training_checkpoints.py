@@ -4,7 +4,10 @@ import argparse
 import enum
 import io
 import os
-from collections import OrderedDict
+import pickle
+import time
+import tracemalloc
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from torch import nn
 from weighin.errors import CheckpointError
 from weighin.stream import formats, pickles
 from weighin.stream.pretrained_library import Selection
+from weighin.stream.torch_files import TorchFile
+from weighin.units import MIB
 
 
 class Kind(enum.Enum):
@@ -60,6 +65,34 @@ def test_a_reader_neither_executes_nor_imports(tmp_path: Path) -> None:
     assert not proof.exists()
 
 
+def marked() -> nn.Parameter:
+    weight = nn.Parameter(torch.ones(2))
+    weight.init = nn.init.zeros_  # type: ignore[attr-defined]
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("state", "only_tensors"),
+    [
+        ({"w": nn.Parameter(torch.ones(2))}, True),
+        (OrderedDict(w=torch.ones(2, dtype=torch.bfloat16)), True),
+        ({"w": marked()}, False),
+        (defaultdict[str, Any](list, w=torch.ones(2)), False),
+    ],
+)
+def test_a_state_dict_that_torch_load_refuses_is_read_but_not_handed_to_it(
+    tmp_path: Path, state: Any, only_tensors: bool
+) -> None:
+    torch.save(state, path := tmp_path / "c.pt")
+    slices = formats.read(path)
+    assert ([one.name for one in slices], slices.only_tensors) == (["w"], only_tensors)
+    if only_tensors:
+        torch.load(path, weights_only=True)
+        return
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path, weights_only=True)
+
+
 VALUES: dict[str, Any] = {
     "_extra_state": {
         "lr": np.float64(0.5),
@@ -97,6 +130,7 @@ def test_a_key_may_select_a_dict_with_settings_among_its_tensors(tmp_path: Path)
         ({"net": nn.Linear(1, 1)}, "'model.net' is a whole pickled module (torch.nn.modules.linear.Linear), and", "if you trust the file"),
         ({"w": np.ones(2)}, "'model.w' is a NumPy array, not a tensor", "save tensors instead: "),
         ({"lr": 0.5}, "'lr' holds a float", "save the weights alone"),
+        ({"b": b"x"}, "'b' holds a _codecs.encode", "save the weights alone"),
     ],
 )  # fmt: skip
 def test_an_object_with_tensors_inside_of_the_selection_is_named(
@@ -157,10 +191,28 @@ def test_deep_and_shared_objects_take_little_time(tmp_path: Path, depth: int) ->
     data += b"".join(b"X\6\0\0\0%06dh\2" % number for number in range(depth)) + b"u."
     path = tmp_path / "x"
     value = pickles.load(path, io.BytesIO(data)).value
-    from weighin.stream.torch_files import TorchFile
-
     with pytest.raises(CheckpointError, match="not a flat state dict: 'a' holds a list"):
         TorchFile(path, {"model": value}, {}).checkpoint("model")
+
+
+@pytest.mark.parametrize("last", ["a", "b"])
+def test_a_dict_that_holds_itself_is_searched_once(tmp_path: Path, last: str) -> None:
+    value: dict[str, Any] = {}
+    value |= {".".join("a" * count): value for count in range(1, 30)}
+    start_s = time.process_time()
+    with pytest.raises(CheckpointError):
+        TorchFile(tmp_path / "x", value, {}).checkpoint(".".join("a" * 29 + last))
+    assert time.process_time() - start_s < 1
+
+
+def test_the_numbers_in_a_list_take_no_more_memory(tmp_path: Path) -> None:
+    value = {"h": [0] * 200_000, "n": 0}
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="'h' holds a list"):
+        TorchFile(tmp_path / "x", value, {}).checkpoint("")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < MIB
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

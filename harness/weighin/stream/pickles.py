@@ -41,6 +41,11 @@ _OF_STORAGES: Final = ("torch", "torch.cuda", "torch.storage")
 _REBUILD: Final = "torch._utils._rebuild_"
 _TYPED: Final = "torch._tensor._rebuild_from_type_v2"
 _NOT_READ: Final = (_REBUILD, "torch.nn.parameter.Uninitialized")  # sparse, nested, lazy, ...
+_SAFE: Final = frozenset({  # besides tensors, storages and dtypes
+    "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
+    "collections.Counter", "collections.OrderedDict", "torch.Size", "torch.device",
+    _TYPED, "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
+})  # fmt: skip
 _NOWHERE: Final = Path()
 IF_TRUSTED: Final = (
     "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
@@ -123,6 +128,14 @@ class Storage:
         return self.numel * _STORED_BYTES[self.dtype]
 
 
+def is_safe(name: str) -> bool:
+    """Tell whether torch.load(weights_only=True) accepts the name of a class or function."""
+    name = name.replace("__builtin__.", "builtins.")
+    module, _, leaf = name.rpartition(".")
+    of_tensors = leaf in _STORAGES or leaf in ITEM_BYTES or leaf.endswith("Tensor")
+    return name in _SAFE or name.startswith(_REBUILD) or (module in _OF_STORAGES and of_tensors)
+
+
 def type_name(value: Any) -> str:
     """Return the name of a pickled value's Python type, for messages."""
     if isinstance(value, Opaque):
@@ -138,12 +151,16 @@ class Pickled(pickle._Unpickler):  # which is in Python: the one in C calls what
         super().__init__(file, encoding="latin-1")
         self.storages: dict[str, Storage] = {}
         self.names: dict[str, Named] = {}
-        self.file, self.start = file, file.tell()
+        self.file, self.start, self.left = file, file.tell(), MOST_BYTES
         self.memo: dict[int, Any] = {}
         self.stack: list[Any] = []
         self.metastack: list[list[Any]] = []  # the stack below each mark
         self.append = self.stack.append
         self.value = self._run()
+
+    @property
+    def refused(self) -> bool:
+        return not all(map(is_safe, self.names))
 
     def _run(self) -> Any:
         objects = 0
@@ -164,17 +181,18 @@ class Pickled(pickle._Unpickler):  # which is in Python: the one in C calls what
         raise _TooLarge(f"more than {_MOST_INSTRUCTIONS:,} instructions")
 
     def read(self, size: int) -> bytes:
-        left = max(0, self.start + MOST_BYTES - self.file.tell())
-        data = self.file.read(min(size, left))
-        if len(data) < size:
-            raise EOFError if len(data) < left else _TooLarge(f"longer than {MOST_BYTES:,} bytes")
-        return data
+        data = self.file.read(min(size, self.left))
+        return self._taken(data, len(data) == size)
 
     def readline(self) -> bytes:
-        line = self.file.readline(max(0, self.start + MOST_BYTES - self.file.tell()))
-        if not line.endswith(b"\n"):
-            raise EOFError
-        return line
+        line = self.file.readline(self.left)
+        return self._taken(line, line.endswith(b"\n"))
+
+    def _taken(self, data: bytes, is_whole: bool) -> bytes:
+        self.left -= len(data)
+        if not is_whole:
+            raise EOFError if self.left else _TooLarge(f"longer than {MOST_BYTES:,} bytes")
+        return data
 
     def find_class(self, module: str, name: str, /) -> Named:
         full = f"{module[:_LONGEST_NAME]}.{name[:_LONGEST_NAME]}"

@@ -137,17 +137,19 @@ class Checkpoint(list[Slice]):
         metadata: the version metadata of each module by its name, for ``load_state_dict``; None if the
             format does not store them.
         values: the state dict's other values by name, such as an extra state: records of ``pickles``.
+        refused: whether torch.load(weights_only=True) refuses a class or function in the file.
     """
 
     format: str = ""
     files: "tuple[Path, ...]" = ()
     metadata: Mapping[str, Mapping[str, object]] | None = None
     values: Mapping[str, object] = MappingProxyType({})
+    refused: bool = False
 
     @property
     def only_tensors(self) -> bool:
         """Whether torch.load(weights_only=True) reads the file as a state dict of tensors alone."""
-        return not self.values
+        return not (self.values or self.refused)
 
     def without(self, prefix: str, *, only: bool = False) -> "Checkpoint":
         """Return it without ``prefix`` in names; with ``only``, without other names."""

@@ -17,7 +17,7 @@ import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -55,6 +55,7 @@ class TorchFile:
     path: Path
     value: Any
     places: dict[str, Record]
+    refused: bool = False
 
     def slice(self, name: str, tensor: Slice) -> Slice:
         """Return where a tensor of the pickle lies, under the name ``name``."""
@@ -67,7 +68,7 @@ class TorchFile:
 
     def checkpoint(self, key: str) -> Checkpoint:
         """Return the state dict at the dotted ``key``; "" means the whole, with tensors and extra states alone."""
-        found = [*_at_key(self.value, key)] if key else [self.value]
+        found = [*islice(_at_key(self.value, key, set()), 1)] if key else [self.value]
         if not found:
             raise no_key(self.path, key, self.value if isinstance(self.value, dict) else ())
         inside = found[0]
@@ -83,15 +84,16 @@ class TorchFile:
         for name, item in sorted(values.items(), key=lambda one: isinstance(one[1], Named)):
             if tensors and is_extra_state(name):
                 continue  # torch.load reads it
-            inner = [*_inside(_joined(key, name), item, seen)]
             holds = any(
-                isinstance(one, Slice) or getattr(one, "is_tensor", False) for _, one in inner
+                isinstance(one, Slice) or getattr(one, "is_tensor", False)
+                for _, one in _inside(key, name, item, seen)
             )
             if holds or not (key and tensors and isinstance(name, str)):
+                inner = _inside(key, name, item, set())
                 odd = (each for each in inner if _is_object(each[1]))
                 raise self._no_state_dict(*next(odd, (name, item)))
         state = Checkpoint(self.slice(name, tensor) for name, tensor in tensors.items())
-        state.files, state.values = (self.path,), values
+        state.files, state.values, state.refused = (self.path,), values, self.refused
         state.metadata = getattr(inside, "metadata", None)
         return state
 
@@ -105,7 +107,7 @@ class TorchFile:
 
 
 def read(path: Path, key: str = "") -> Checkpoint:
-    """Return the state dict in a file of ``torch.save``; for GPT-2 XL, this takes 0.03 s."""
+    """Return the state dict in a file of ``torch.save``; for GPT-2 XL, this takes 0.02 s."""
     return open_file(path).checkpoint(key)
 
 
@@ -182,7 +184,7 @@ def _open_archive(window: _Window) -> TorchFile:
         for name, (at, size) in records.items()
         if name.startswith(f"{root}data/")
     }
-    return TorchFile(path, pickled.value, places)
+    return TorchFile(path, pickled.value, places, pickled.refused)
 
 
 def _records(window: _Window) -> dict[str, Record]:
@@ -255,7 +257,7 @@ def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
             raise foreign.damaged(path, f"{name} at byte {at:,} {what}")
         places[key] = at + 8, end - at - 8
         at = end
-    return TorchFile(path, pickled.value, places)
+    return TorchFile(path, pickled.value, places, pickled.refused)
 
 
 def is_extra_state(name: object) -> bool:
@@ -263,37 +265,39 @@ def is_extra_state(name: object) -> bool:
     return isinstance(name, str) and "_extra_state" in name.split(".")
 
 
-def _at_key(value: Any, key: str) -> Iterator[Any]:
+def _at_key(value: Any, key: str, seen: set[tuple[int, str]]) -> Iterator[Any]:
     """Yield all that a dotted key can mean, as names may contain dots; last the values below it by their rest."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or (id(value), key) in seen:
         return
+    seen.add((id(value), key))  # a crafted dict may hold itself
     if key in value:
         yield value[key]
     parts = key.split(".")
     for size in range(len(parts) - 1, 0, -1):
-        yield from _at_key(value.get(".".join(parts[:size])), ".".join(parts[size:]))
+        yield from _at_key(value.get(".".join(parts[:size])), ".".join(parts[size:]), seen)
     start = f"{key}."
     below = (name for name in value if isinstance(name, str) and name.startswith(start))
     if inside := {name.removeprefix(start): value[name] for name in below}:
         yield inside
 
 
-def _inside(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield a value and all that is in it, in order, each with its dotted key, but none that was ``seen``."""
-    todo = [(place, value)]
+def _inside(key: str, name: Any, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the value at ``name``, and all in it that may hold tensors, in order, with dotted keys; none ``seen``."""
+    todo = [(key, name, value)]
     while todo:
-        above, one = todo.pop()
-        if not isinstance(one, dict | list | tuple | Opaque | Slice) or id(one) in seen:
+        above, name, one = todo.pop()
+        if id(one) in seen:
             continue
         seen.add(id(one))  # a crafted pickle may refer to one value many times
-        yield above, one
-        if isinstance(one, Slice):
-            continue
+        yield (above := _joined(above, name)), one
         if isinstance(one, Opaque):
             items: Iterable[tuple[Any, Any]] = zip(repeat(None), one.contents)
-        else:
+        elif isinstance(one, dict | list | tuple):
             items = one.items() if isinstance(one, dict) else enumerate(one)
-        todo += reversed([(_joined(above, name), each) for name, each in items])
+        else:
+            continue
+        kinds = (dict, list, tuple, Opaque, Slice)
+        todo += reversed([(above, name, each) for name, each in items if isinstance(each, kinds)])
 
 
 def _joined(above: str, name: Any) -> str:
@@ -303,7 +307,9 @@ def _joined(above: str, name: Any) -> str:
 
 
 def _is_object(value: Any) -> bool:
-    return isinstance(value, Opaque) and (value.is_tensor or "." in value.kind)
+    if not isinstance(value, Opaque):
+        return False
+    return value.is_tensor or ("." in value.kind and not pickles.is_safe(value.kind))
 
 
 def _sizes(value: Any) -> dict[str, int]:
