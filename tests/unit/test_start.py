@@ -137,9 +137,10 @@ def test_a_run_is_named_after_its_time_and_its_models(
     assert (run.folder.parent, rest) == (Path("results"), name)
 
 
-def training(key: str, name: str = "streaming", **options: Any) -> Run:
+def training(key: str, name: str = "streaming", *, legacy: bool = False, **options: Any) -> Run:
     strategy = {"name": name, "options": {"key": key}}
-    torch.save({"model": torch.nn.Linear(4, 4).state_dict(), "epoch": 1}, "train.pt")
+    state = {"model": torch.nn.Linear(4, 4).state_dict(), "epoch": 1}
+    torch.save(state, "train.pt", _use_new_zipfile_serialization=not legacy)
     return started(strategies=[strategy], checkpoint=Path("train.pt"), key="model", **options)
 
 
@@ -157,6 +158,12 @@ def test_a_strategy_that_reads_another_part_or_format_than_the_run_starts_nothin
     ):
         assert complaint(start_it).startswith("with its option --key=model, strategy ")
     assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize(("legacy", "fmt"), [(False, "pt"), (True, "pt_legacy")])
+def test_a_strategy_reads_its_own_part_in_the_files_format(legacy: bool, fmt: str) -> None:
+    (planned,) = training("model", legacy=legacy).planned
+    assert (planned.cell.format, planned.skip) == (fmt, "")
 
 
 def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:

@@ -187,7 +187,9 @@ def _of_this_run(
             return replace(each, skip=f"{TO_DEVICE}: {why}")
     if not each.selection:
         return each
-    own = formats.loaded_as(checkpoint)
+    own = formats.detect(checkpoint) if checkpoint else None
+    if own == "pt_legacy" and each.cell.format == "pt":  # only copies for other strategies have it
+        each = plan_cell(replace(each.cell, format=own), each.strategy)
     if each.selection != selection or each.cell.format != own:
         options = " ".join(each.selection.options)
         raise ConfigError(

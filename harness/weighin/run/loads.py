@@ -311,7 +311,8 @@ class Loads:
         """Return the model, format and dtype of a cell's checkpoint: of a save, the user's, or a generated pt."""
         cell = planned.cell
         if cell.operation == "load":
-            return cell.model.title, cell.format, cell.dtype
+            fmt = "pt" if planned.selection and cell.format == "pt_legacy" else cell.format
+            return cell.model.title, fmt, cell.dtype
         own = self._task.settings.checkpoint_of(cell.model)
         return cell.model.title, formats.detect(own) if own else "pt", cell.dtype
 
