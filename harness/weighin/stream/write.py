@@ -13,7 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -106,9 +106,12 @@ def drop_written(descriptor: int) -> None:
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
     """Run all jobs on two threads; an error cancels all unstarted jobs."""
-    with ThreadPoolExecutor(2) as pool:  # one computes while the other waits for the disk
-        for _ in pool.map(lambda job: job(), jobs):
-            pass  # raises the error of a job
+    pool = ThreadPoolExecutor(2)  # one computes while the other waits for the disk
+    try:
+        for done in as_completed([pool.submit(job) for job in jobs]):
+            done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _write_all(descriptor: int, data: memoryview, at: int) -> None:
