@@ -256,6 +256,10 @@ def test_a_gguf_file_of_a_million_texts_or_an_impossible_shape_is_refused(tmp_pa
         path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + texts)
         with pytest.raises(CheckpointError, match=message):
             gguf_files.read(path)
+    numbers = 16_000 * (struct.pack("<QsIIQ", 1, b"k", 9, 0, 64) + bytes(64))
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 16_000) + numbers)
+    with pytest.raises(CheckpointError, match="too many values in its metadata"):
+        gguf_files.read(path)
     other = tmp_path / "other.gguf"
     entry = struct.pack("<QsIQQQIQ", 1, b"w", 3, 0, 2**40, 2**40, 0, 0)
     other.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + entry + bytes(64))

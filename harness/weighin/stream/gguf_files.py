@@ -210,6 +210,7 @@ class _Tables:
         if kind != _ARRAY:
             return self._number(form) if form else self._text(or_skip=True)
         if form and (count := self._number("Q")) <= MOST_DIMENSIONS:
+            self._add(count)
             return tuple(self._number(form) for _ in range(count))
         if form:
             return self._skip(count * struct.calcsize(form))
@@ -224,11 +225,14 @@ class _Tables:
             raise self._error(
                 f"truncated: {count:,} entries do not fit into the file's {self._size:,} bytes"
             )
-        self._values += count * values
+        self._add(count * values)
+        return count
+
+    def _add(self, values: int) -> None:
+        self._values += values
         if self._values > _MOST_VALUES:
             what = "too many values in its metadata, or tensors, for weighin to read in one file"
             raise self._error(what, foreign.SHARDS)
-        return count
 
     def _text(self, *, or_skip: bool = False) -> Any:
         length = self._number("Q")
