@@ -127,6 +127,8 @@ def test_a_length_that_equals_a_magic_number_is_a_length(tmp_path: Path, length:
             "a text file, not a checkpoint; it begins with '{\"error",
         ),
         ("ä".encode() * 300, "a text file, not a checkpoint; it begins with 'ää"),
+        (b"PK of the table: none", "a text file, not a checkpoint; it begins with 'PK of"),
+        (b"GGUF is a format", "a text file, not a checkpoint; it begins with 'GGUF is"),
         (b"Salted__" + bytes(range(200)), "encrypted with openssl"),
         (b"\x7fELF" + bytes(range(200)), "a compiled program or library"),
         (b"PK\5\6" + bytes(18), "a zip archive"),

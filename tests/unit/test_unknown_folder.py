@@ -27,6 +27,11 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
             MERGE,
         ),
         (
+            {"adapter_config.json": "{}", "latest": "global_step5"},
+            "an adapter, not a whole model",
+            MERGE,
+        ),
+        (
             {"adapter_config.json": "[" * 5000, "config.json": CONFIG},
             "an adapter, not a whole model",
             MERGE,

@@ -146,7 +146,8 @@ def check_present(path: Path) -> bytes:
 def _other_file(path: Path, head: bytes, *columns: str) -> CheckpointError | None:
     """Return the error for a file of a known other kind."""
     # The length at the beginning of a safetensors file can equal any magic number.
-    is_read = is_safetensors(head) or is_legacy(head) or head.startswith((b"PK", b"GGUF"))
+    is_magic = head.startswith((b"PK", b"GGUF")) and b"\0" in head  # no text
+    is_read = is_magic or is_safetensors(head) or is_legacy(head)
     if is_read and path.suffix != ".distcp":  # whose folder is to be given
         return None
     texts = {
@@ -322,7 +323,7 @@ def no_model(folder: Path) -> CheckpointError:
         sizes = [f"{name} ({format_bytes(size)})" for name, size in largest_first]
         what = f"a diffusers pipeline of {len(parts)} models: {one_line(', '.join(sizes))}"
         repair = f"give one of them; the largest: {folder / largest_first[0][0]}"
-    elif step := named_step(folder):
+    elif "adapter_config.json" not in names and (step := named_step(folder)):
         tag, inner = step
         what = f"{tag.name} names the step {inner.name}, which is not here"
         repair = "copy that folder too, or give the folder of another step"
