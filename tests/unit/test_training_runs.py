@@ -89,6 +89,13 @@ def test_model_states_of_other_ranks_are_not_needed_without_frozen_weights(
     check(tensors(step), model.truth)
 
 
+def test_model_states_without_shapes_need_no_optimizer_states(tmp_path: Path, model: Model) -> None:
+    step = write_zero(tmp_path / "run", model, 1, 2)
+    torch.save({"module": model.trained}, step / FIRST)
+    sorted(step.glob("*_optim_states.pt"))[0].unlink()
+    assert tensors(step).keys() == model.trained.keys()
+
+
 @pytest.mark.parametrize(("stage", "name"), [(1, FIRST), (3, f"zero_pp_rank_0_{FIRST}")])
 def test_the_missing_model_states_are_named(
     tmp_path: Path, model: Model, stage: int, name: str

@@ -59,14 +59,14 @@ def read(path: Path, name: str) -> Checkpoint:
         return _read_universal(path)
     if divided := foreign.recognised("deepspeed", "\n".join(_matching(path, ".*")), path):
         raise divided
-    models = _by_rank(path, _MODEL)
-    optimizers = _by_rank(path, _OPTIMIZER) if _matching(path, _OPTIMIZER) else []
+    models, optimizers = _by_rank(path, _MODEL), list[Path]()
     states, stored = _ModelStates(models[0]), dict[str, Slice]()
     if states.groups is not None:
-        if not optimizers:
+        if not _matching(path, _OPTIMIZER):
             what = "the folder has no files *_optim_states.pt, where DeepSpeed's ZeRO keeps the float32 weights"
             own = f"give the file with the weights in the module's own dtype: {states.file} --key module"
             raise _refused(path, what, f"{_COPY}; or, only under ZeRO 1 and 2, {own}")
+        optimizers = _by_rank(path, _OPTIMIZER)
         shares = [_Share(file) for file in optimizers]
         _by_rank(path, _OPTIMIZER, shares[0].ranks)
         stored = _trained(states, shares) | states.frozen(len(shares))
