@@ -239,9 +239,9 @@ def _gemma(folder: Path) -> Made:
     return Made(folder, loaded(folder, "model.gguf"), is_folder=True)
 
 
-def _gpt2(folder: Path) -> Made:
+def _gpt2(folder: Path, n_embd: int = 32, n_layer: int = 2) -> Made:
     config = transformers().GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=1024
+        vocab_size=64, n_embd=n_embd, n_layer=n_layer, n_head=4, n_positions=1024
     )
     model = transformers().GPT2LMHeadModel(config)
     names = names_of(model, "gpt2")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from conversions import assert_equal
 from layouts import Made
 from nightly import by_day
 from safetensors.torch import load_file
-from small import llama, transformers
+from small import transformers
 
 from weighin import load_pretrained
 
@@ -96,15 +97,24 @@ def test_a_large_row_and_many_rows_are_read_in_parts(tmp_path: Path) -> None:
     assert_equal(load_pretrained(tmp_path), reference(tmp_path))
 
 
-def test_the_peak_is_the_model_and_little_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("write_small", "write_large"),
+    [
+        (
+            gguf_files._folder("Q8_0"),
+            gguf_files._folder("Q8_0", hidden_size=512, intermediate_size=2048, vocab_size=32768),
+        ),
+        (gguf_files._gpt2, partial(gguf_files._gpt2, n_embd=2048, n_layer=1)),
+    ],
+    ids=["llama", "gpt2, whose matrices are turned"],
+)
+def test_the_peak_is_the_model_and_little_more(
+    write_small: Callable[[Path], Any], write_large: Callable[[Path], Any], tmp_path: Path
+) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 32768}
-    for folder, settings in ((small, {}), (large, sizes)):
+    for folder, write in ((small, write_small), (large, write_large)):
         folder.mkdir()
-        model = llama(torch.float32, **gguf_files.SMALL | settings)
-        arrays = gguf_files.of_llama(model)
-        describe = gguf_files.described(model)
-        gguf_files.write(folder / "model.gguf", "llama", arrays, "Q8_0", describe)
+        write(folder)
     command = [sys.executable, "-c", _MEASURE, str(small), str(large)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     peak, size = json.loads(output.splitlines()[-1])

@@ -58,21 +58,21 @@ def map_gguf_keys(model: Any, slices: Sequence[Slice]) -> Checkpoint:
         shape, first = tuple(wanted[name].shape), sources[0]
         own = replace(first, name=name, shape=shape, stride=row_major(shape))
         undone = partial(undo, name, sources)
-        targets = _targets(undone, shape, sources)
-        if targets is None:  # values change, as those of norms do; transformers computes in float32
+        moves = _moves(undone, shape, sources)
+        if moves is None:  # values change, as those of norms do; transformers computes in float32
             own.dtype_name = "float32"
             own.fill = partial(_fill_whole, undone, name, sources)
-        elif targets.size or len(sources) > 1 or first.encoding:
-            own.fill = partial(_fill_by_rows, sources, targets)
+        elif moves[0].size or moves[1] or len(sources) > 1 or first.encoding:
+            own.fill = partial(_fill_by_rows, sources, *moves)
         if own.fill:
             own.encoding = first.encoding or first.dtype_name
         found.append(own)
     return found
 
 
-def _targets(undo: Undo, shape: tuple[int, ...], sources: Sequence[Slice]) -> Any | None:
-    """Return each row's number in the model's tensor (an array of NumPy, empty if all keep theirs), or None
-    if transformers does more than move rows.
+def _moves(undo: Undo, shape: tuple[int, ...], sources: Sequence[Slice]) -> tuple[Any, bool] | None:
+    """Return each row's number in the model's tensor (an array of NumPy, empty if all keep theirs), and
+    whether this tensor is the transpose of the file's; None if transformers does more than that.
     """
     import numpy as np
 
@@ -92,13 +92,14 @@ def _targets(undo: Undo, shape: tuple[int, ...], sources: Sequence[Slice]) -> An
         made = undo(probes)
     if made is None or made.dtype != torch.int64:
         return None
-    if made.shape != (*shape[:-1], width) or columns != shape[-1]:
+    is_turned = made.shape == (width, len(numbers)) and shape == (columns, len(numbers))
+    if not is_turned and (made.shape != (*shape[:-1], width) or columns != shape[-1]):
         return None
-    rows: Any = made.numpy().reshape(-1, width)
+    rows: Any = (made.T if is_turned else made).numpy().reshape(-1, width)
     targets = np.argsort(rows[:, 0])
     if not np.array_equal(rows[targets], numbers):  # not whole rows, each of them once
         return None
-    return targets[:0] if np.array_equal(rows, numbers) else targets
+    return targets[:0] if np.array_equal(rows, numbers) else targets, is_turned
 
 
 def _fill_whole(undo: Undo, target: str, sources: Sequence[Slice], memory: torch.Tensor) -> None:
@@ -114,8 +115,10 @@ def _fill_whole(undo: Undo, target: str, sources: Sequence[Slice], memory: torch
     memory.copy_(made)
 
 
-def _fill_by_rows(sources: Sequence[Slice], targets: Any, memory: torch.Tensor) -> None:
-    flat = memory.view(-1, sources[0].shape[-1])
+def _fill_by_rows(
+    sources: Sequence[Slice], targets: Any, is_turned: bool, memory: torch.Tensor
+) -> None:
+    flat = (memory.T if is_turned else memory).view(-1, sources[0].shape[-1])
     start = 0
     for values in chain.from_iterable(map(gguf.rows, sources)):
         stop = start + len(values)
