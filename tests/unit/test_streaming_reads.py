@@ -33,6 +33,15 @@ class Two(torch.nn.Module):
         self.again = self.large
 
 
+def test_a_new_thread_makes_no_cyclic_garbage() -> None:
+    filling._compute_alone()
+    gc.collect()
+    gc.disable()  # as a load does
+    filling._compute_alone()
+    gc.enable()
+    assert gc.collect() == 0
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Two, Path]:
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from threading import Event, Lock
@@ -155,12 +156,16 @@ def _on_threads(threads: int, jobs: "Iterator[list[_Piece] | Fill]", piece_bytes
             raise
 
 
+@cache  # each CDLL is cyclic garbage, and no garbage is collected during a load
+def _openmp() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
 def _compute_alone() -> None:
     """Let torch compute on this thread alone: ``torch.set_num_threads`` would apply to the whole process."""
     torch.get_num_threads()  # else torch sets the number of this thread at its first operation
     with suppress(OSError, AttributeError):  # torch without OpenMP
-        openmp = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        openmp.omp_set_num_threads(1)
+        _openmp().omp_set_num_threads(1)
 
 
 def blocks(one: Fill) -> Iterator[Fill]:
