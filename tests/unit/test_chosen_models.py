@@ -135,7 +135,9 @@ def test_a_key_selects_weights_of_a_checkpoint() -> None:
 def test_a_path_is_no_id_of_the_hub_in_python_either(here: Path) -> None:
     (here / "mine" / "model").mkdir(parents=True)
     assert refused(load_pretrained, "mine/model").startswith("mine/model: an empty folder")
-    assert refused(load_pretrained, "./gone") == "./gone: no such file or folder\ncheck the path"
+    (here / "hub/models--owner--cached/snapshots/main").mkdir(parents=True)
+    for name in ("./gone", "./owner/gone", "./owner/cached"):
+        assert refused(load_pretrained, name) == f"{name}: no such file or folder\ncheck the path"
 
 
 def test_a_folder_in_a_dtype_that_no_cell_has_is_refused(tmp_path: Path) -> None:

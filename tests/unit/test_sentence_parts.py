@@ -138,6 +138,22 @@ def test_a_transformer_in_the_folder_itself_is_loaded_with_its_other_parts(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_no_weight_of_a_part_within_a_part_stays_mapped(whole: Path, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(whole / "0_Transformer")
+    static = [modules.StaticEmbedding(tokenizer, embedding_dim=8) for _ in "ab"]
+    router = modules.Router.for_query_document([static[0]], [static[1]])
+    folder = tmp_path / "saved"
+    SentenceTransformer(modules=[router, modules.Dense(8, 4)], device="cpu").save(str(folder))
+    model = load_pretrained(folder)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert len([*model.parameters()]) == 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_part_whose_weights_do_not_fit_is_refused(whole: Path) -> None:
     save_file({"linear.weight": torch.ones(8, 32)}, whole / "2_Dense" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"linear\.bias"):

@@ -95,7 +95,9 @@ def load_pretrained(
         ConfigError: a package is missing or has no such class; the folder contains code, and
             ``trust_remote_code`` is false; or the kind of ``folder`` does not allow an argument.
     """
-    path = pretrained_folder.path_of(Path(folder), revision, may_lack=False)
+    path = pretrained_folder.path_of(folder, revision)
+    if not path.exists():
+        path = pretrained_folder.cached_snapshot(str(folder), revision) or path
     if (path / PIPELINE).is_file():
         raise foreign.no_model(path)
     given = {
@@ -225,7 +227,7 @@ def _of_diffusers(found: PretrainedFolder, dtype: torch.dtype, threads: int | No
     with reading(Load((), threads)):
         model, missing = pretrained_diffusers.reference(kwargs, file, dtype)
     _refuse_drawn(model, file, missing)
-    return own(model, formats.files(file))
+    return own(model)
 
 
 def _of_timm(found: PretrainedFolder, selection: Selection, dtype: torch.dtype) -> Any:
@@ -253,10 +255,6 @@ def _of_sentences(
     threads: int | None,
 ) -> Any:
     """Return ``SentenceTransformer(folder, device=device)``; without a dtype, in its own."""
-    weights = (
-        pretrained_folder.find_weights(place) for place in (folder, *map(folder.joinpath, parts))
-    )
-    files = [file for found in weights if found for file in formats.files(found)]
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {', '.join(parts)}"
     with extra("sentence-transformers", f"{what},"):
         from sentence_transformers import SentenceTransformer
@@ -268,20 +266,19 @@ def _of_sentences(
             str(folder), device=str(device), local_files_only=True, **options
         )
     _refuse_drawn(model, folder, sorted(name for info in load.infos for name in info.missing_keys))
-    return own(model, files)
+    return own(model)
 
 
-def own(model: Any, files: Sequence[Path]) -> Any:
-    """Copy the weights of ``model`` that lie in mappings of ``files`` to memory, one after the other."""
-    numbers = {str(file.stat().st_ino) for file in files}
+def own(model: Any) -> Any:
+    """Copy the weights of ``model`` that lie in mappings of files to memory, one after the other."""
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)  # range, permissions, offset, device, inode, path
-        if fields[4] in numbers:
+        if fields[4] != "0":
             ranges.append(tuple(int(end, 16) for end in fields[0].split("-")))
     copies: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        if any(first <= tensor.data_ptr() < last for first, last in ranges):
+        if tensor.is_cpu and any(first <= tensor.data_ptr() < last for first, last in ranges):
             place = tensor.data_ptr(), tensor.shape, tensor.stride()
             if place not in copies:
                 copies[place] = tensor.data.clone()

@@ -9,7 +9,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -312,15 +312,14 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
     )
 
 
-def path_of(path: Path, revision: str = "", *, may_lack: bool = True) -> Path:
+def path_of(path: Path | str, revision: str = "") -> Path:
     """Return the checkpoint that a user's path or a model's id on the Hub means; an index means its folder."""
-    path = path.expanduser()
+    name, path = str(path), Path(path).expanduser()
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
         path = _snapshot_of(path, revision)
     elif not path.exists():
-        # Most callers say themselves what is missing.
-        with suppress(CheckpointError) if may_lack else nullcontext():
-            path = cached_snapshot(str(path), revision) or path
+        with suppress(CheckpointError):  # the caller says what is missing
+            path = cached_snapshot(name, revision) or path
     elif revision:
         raise ConfigError(
             f"{path}: not a model in the cache of the Hub, so the revision {revision} would be ignored",
