@@ -77,7 +77,7 @@ def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
         load_streaming(model, path := saved(tmp_path))
     assert str(caught.value) == (
         f"{path}: not loaded, because the model has rotary.cos, rotary.sin on the meta device\n"
-        "pass load_streaming the function that builds the model, not a model on the meta device"
+        "pass load_streaming a function that builds the model on the CPU, not on the meta device"
     )
 
 

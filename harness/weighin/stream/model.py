@@ -128,7 +128,7 @@ def load_streaming(
             names = [name for name, one in named_tensors(model).items() if one.is_meta]
             raise CheckpointError(
                 f"{path}: not loaded, because the model has {first_names(names)} on the meta device",
-                "pass load_streaming the function that builds the model, not a model on the meta device",
+                "pass load_streaming a function that builds the model on the CPU, not on the meta device",
             )
         refuse_codes(path, slices, model.state_dict)
         values = _extra_values(model, slices, selection)
