@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from weighin import load_pretrained
 from weighin.checkpoint.truth import index
 from weighin.errors import ConfigError
+from weighin.models import pretrained_timm
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.stream.pretrained_folder import own_dtype
 from weighin.stream.pretrained_library import DIFFUSERS, LIBRARIES, TIMM, library_in
@@ -148,6 +150,41 @@ def needs_timm() -> None:
         import timm  # noqa: F401
     except ImportError as error:
         pytest.skip(f"needs timm, from weighin[timm]: {error}")
+
+
+def test_timm_stays_as_it_was_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_timm()
+    builder = import_module("timm.models._builder")
+    before, dtypes = builder.load_pretrained, iter([KeyboardInterrupt])
+
+    def set_default_dtype(_dtype: torch.dtype) -> None:
+        if error := next(dtypes, None):
+            raise error
+
+    monkeypatch.setattr(torch, "set_default_dtype", set_default_dtype)
+    with pytest.raises(KeyboardInterrupt):
+        pretrained_timm.from_config("resnet18", {})
+    assert builder.load_pretrained is before
+
+
+def test_another_thread_may_load_a_model_of_timm_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs_timm()
+    builder = import_module("timm.models._builder")
+    calls = []
+    monkeypatch.setattr(
+        builder, "load_pretrained", lambda *given, **named: calls.append((given, named))
+    )
+
+    def created(*_: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(builder.load_pretrained, "model", {}, 10, in_chans=3).result()
+
+    monkeypatch.setattr(pretrained_timm, "_created", created)
+    with pytest.raises(ConfigError, match="feature extractor"):
+        pretrained_timm.from_config("resnet18", {})
+    assert calls == [(("model", {}, 10), {"in_chans": 3})]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -39,15 +39,17 @@ def model_and_load(
         (Path(folder) / CONFIG).write_text(json.dumps(config))
         own, thread = _builder.load_pretrained, get_ident()
 
-        def load_pretrained(model: Any, pretrained_cfg: Any = None, **arguments: Any) -> None:
+        def load_pretrained(
+            model: Any, pretrained_cfg: Any = None, *given: Any, **arguments: Any
+        ) -> None:
             if get_ident() == thread:
-                calls.append((model, pretrained_cfg, arguments))
+                calls.append((model, pretrained_cfg, given, arguments))
             else:  # another thread's load gets its weights
-                own(model, pretrained_cfg, **arguments)
+                own(model, pretrained_cfg, *given, **arguments)
 
-        _builder.load_pretrained = load_pretrained
-        torch.set_default_dtype(torch.float32)
         try:
+            _builder.load_pretrained = load_pretrained
+            torch.set_default_dtype(torch.float32)
             model = _created(architecture, Path(folder))
         finally:
             torch.set_default_dtype(dtype)
@@ -55,24 +57,24 @@ def model_and_load(
     if not calls or calls[0][0] is not model:
         what = f"timm returns {architecture} as a feature extractor, which weighin cannot load"
         raise ConfigError(what, "leave 'features_only' out of model_args in config.json")
-    _, pretrained_cfg, arguments = calls[0]
+    _, pretrained_cfg, given, arguments = calls[0]
     model.to(dtype)
     model.keeps_dtypes = True
 
     def load(state: State, file: Path) -> None:
         load_state_dict = model.load_state_dict
 
-        def take(given: State, strict: bool = True) -> Any:
+        def take(values: State, strict: bool = True) -> Any:
             wanted = model.state_dict() if strict else dict(model.named_parameters())
-            if missing := sorted(wanted.keys() - given.keys()):
+            if missing := sorted(wanted.keys() - values.keys()):
                 raise lacks(file, missing, type(model).__name__)
-            return load_state_dict(given, strict=strict)
+            return load_state_dict(values, strict=strict)
 
         model.load_state_dict = take
         source = {**pretrained_cfg, "source": "", "state_dict": dict(state)}
         try:
             with says(f"{file}: timm", _REPAIR):
-                own(model, pretrained_cfg=source, **arguments)
+                own(model, source, *given, **arguments)
         finally:
             del model.load_state_dict
 
