@@ -105,8 +105,8 @@ def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
     found = quantised.of_model(planned.cell.model)
     if found and (planned.strategy.pretrained or not found.dequantises):
         return f"weighin cannot predict how {planned.strategy.name} loads weights that are quantised with {found.method}"
-    if planned.cell.format == gguf.NAME and planned.strategy.pretrained:
-        return f"{planned.strategy.pretrained} dequantises a GGUF file in code of its own"
+    if planned.cell.format == gguf.NAME and planned.strategy.name != "streaming":
+        return f"weighin cannot predict how {planned.strategy.name} dequantises a GGUF file"
     options = planned.cell.options
     if options.get("disable_mmap") and planned.cell.format != gguf.NAME:
         return "weighin cannot predict which of the files' bytes disable_mmap keeps in memory"
