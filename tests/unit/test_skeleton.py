@@ -13,7 +13,7 @@ from torch import nn
 from weighin.errors import ConfigError
 from weighin.models.gpt2 import gpt2
 from weighin.models.tied import tied
-from weighin.stream.construct import build_skeleton, reset_buffers, resolve_builder
+from weighin.stream.construct import build_skeleton, construct, reset_buffers, resolve_builder
 from weighin.stream.tensors import retie, tied_names
 
 TIED = {"vocab_size": 64, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
@@ -122,6 +122,21 @@ def test_reset_buffers_gives_the_constructors_values_in_the_wanted_dtype() -> No
     assert steps.item() == 7
     assert steps.dtype is torch.int64
     assert model.norm.running_var is running, "persistent buffers come from the checkpoint"
+
+
+def test_a_tied_buffer_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, converted = ManyInits(), list[torch.Tensor]()
+    model.table = model.same = table = torch.arange(4.0, dtype=torch.float64)
+    convert = torch.Tensor.to
+
+    def noting(tensor: torch.Tensor, *given: Any) -> torch.Tensor:
+        converted.append(tensor)
+        return convert(tensor, *given)
+
+    monkeypatch.setattr(torch.Tensor, "to", noting)
+    construct(lambda: model, torch.float32)
+    assert model.same is model.table
+    assert [one is table for one in converted] == [True]
 
 
 def test_a_buffer_that_is_computed_from_a_parameter_is_given_back_or_named() -> None:

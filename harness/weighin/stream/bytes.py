@@ -26,9 +26,8 @@ from weighin.stream.slices import Slice
 ALIGNMENT: Final = 4096  # of O_DIRECT reads: most file systems need 512, and few more than 4096
 # A read through a buffer: several threads keep a disk busy by them, and it fits into a processor's cache.
 PIECE_BYTES: Final = 512 * 1024
-DISK_THREADS: Final = (
-    16  # keep a local disk busy while some convert values or wait for a small read
-)
+# So many keep a local disk busy while some convert values or wait for a small read.
+DISK_THREADS: Final = 16
 MOST_THREADS: Final = 64
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 TENSOR_ALIGNMENT: Final = 64  # torch's own, which affects how some operations round

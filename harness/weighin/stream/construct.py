@@ -460,7 +460,9 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
                 if isinstance(tensor, nn.Parameter):
                     tensor.data = tensor.data.to(dtype)
                 else:
-                    module._buffers[leaf] = converted.setdefault(id(tensor), tensor.to(dtype))
+                    if id(tensor) not in converted:
+                        converted[id(tensor)] = tensor.to(dtype)
+                    module._buffers[leaf] = converted[id(tensor)]
     return model
 
 
