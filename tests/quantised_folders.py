@@ -251,59 +251,35 @@ def _named(method: str, **more: Any) -> dict[str, Any]:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "fp8": Layout(
-        fp8_blocks,
-        _named("fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128]),
-        "fp8",
-    ),
-    "mxfp4": Layout(
-        mxfp4,
-        _named("mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"]),
-        "mxfp4",
-    ),
-    "compressed fp8": Layout(
-        fp8_channels,
-        {"quantization_config": _compressed("float", "float-quantized", 8)},
-        "compressed-tensors (float-quantized)",
-    ),
-    "compressed int8": Layout(
-        int8_channels,
-        {"quantization_config": _compressed("int", "int-quantized", 8)},
-        "compressed-tensors (int-quantized)",
-    ),
-    "compressed int4": Layout(
-        int4_packed,
-        {"quantization_config": _compressed("int", "pack-quantized", 4, strategy="group", group_size=GROUP_SIZE)},
-        "compressed-tensors (pack-quantized)",
-    ),
-    "bitsandbytes int8": Layout(
-        bitsandbytes_int8, _named("bitsandbytes", load_in_8bit=True), "bitsandbytes 8-bit"
-    ),
-    "bitsandbytes nf4": Layout(
-        bitsandbytes_nf4, _named("bitsandbytes", **_FOUR_BITS), "bitsandbytes 4-bit (nf4)"
-    ),
+    "fp8": Layout(fp8_blocks, _named("fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128]), "fp8"),
+    "mxfp4": Layout(mxfp4, _named("mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"]), "mxfp4"),
+    "compressed fp8": Layout(fp8_channels, {"quantization_config": _compressed("float", "float-quantized", 8)}, "compressed-tensors (float-quantized)"),
+    "compressed int8": Layout(int8_channels, {"quantization_config": _compressed("int", "int-quantized", 8)}, "compressed-tensors (int-quantized)"),
+    "compressed int4": Layout(int4_packed, {"quantization_config": _compressed("int", "pack-quantized", 4, strategy="group", group_size=GROUP_SIZE)}, "compressed-tensors (pack-quantized)"),
+    "bitsandbytes int8": Layout(bitsandbytes_int8, _named("bitsandbytes", load_in_8bit=True), "bitsandbytes 8-bit"),
+    "bitsandbytes nf4": Layout(bitsandbytes_nf4, _named("bitsandbytes", **_FOUR_BITS), "bitsandbytes 4-bit (nf4)"),
     "gptq": Layout(gptq, _named("gptq", bits=4, group_size=GROUP_SIZE), "gptq (4 bits)"),
     "awq": Layout(awq, _named("awq", bits=4, group_size=GROUP_SIZE), "awq (4 bits)"),
     "quanto": Layout(quanto_int8, _named("quanto", weights="int8"), "quanto"),
-    "hqq": Layout(
-        hqq,
-        _named("hqq", quant_config={"weight_quant_params": {"nbits": 4, "group_size": 64}}),
-        "hqq",
-    ),
+    "hqq": Layout(hqq, _named("hqq", quant_config={"weight_quant_params": {"nbits": 4, "group_size": 64}}), "hqq"),
     "modelopt": Layout(nvfp4, {}, "modelopt (NVFP4)", {"hf_quant_config.json": _MODELOPT}),
-    "compression_config": Layout(
-        int8_channels,
-        {"compression_config": _compressed("int", "int-quantized", 8)},
-        "compressed-tensors (int-quantized)",
-    ),
-    "mlx": Layout(
-        mlx,
-        {name: {"group_size": GROUP_SIZE, "bits": 4} for name in ("quantization", "quantization_config")},
-        "mlx",
-    ),
+    "compression_config": Layout(int8_channels, {"compression_config": _compressed("int", "int-quantized", 8)}, "compressed-tensors (int-quantized)"),
+    "mlx": Layout(mlx, {name: {"group_size": GROUP_SIZE, "bits": 4} for name in ("quantization", "quantization_config")}, "mlx"),
     "scaled fp8": Layout(scaled_fp8, {}, "scaled fp8"),
 }  # fmt: skip
 """Folders by name: first those that from_pretrained loads on a CPU, with packages of their own."""
+
+DEQUANTISED = ("fp8", "mxfp4")
+OURS = (*DEQUANTISED, "compressed fp8", "compressed int8", "compressed int4")
+"""What weighin dequantises; the package compressed-tensors is in the extra dev alone."""
+
+UNREAD: Mapping[str, str] = {
+    "modelopt": "transformers does not read hf_quant_config.json",
+    "compression_config": "transformers does not read compression_config in config.json",
+    "mlx": "quantization_config in config.json has no quant_method",
+    "scaled fp8": "config.json has no quantization_config",
+}
+"""Why from_pretrained does not give the weights, either."""
 
 
 def plain_model(name: str, sizes: Mapping[str, Any] | None = None) -> Any:

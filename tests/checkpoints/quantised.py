@@ -11,22 +11,17 @@ from typing import Final
 
 import torch
 from layouts import Layout, Made, all_but, refused
+from quantised_folders import DEQUANTISED, OURS, UNREAD, quantised_state, write_folder
 from quantised_folders import LAYOUTS as FOLDERS
-from quantised_folders import quantised_state, write_folder
 from small import edit, llama
 
 GROUP: Final = "Quantised models"
 _ADAPTERS: Final = "Adapters"
 _WEIGHTS: Final = all_but("inspect", "transformers")
-_OURS: Final = ("fp8", "mxfp4", "compressed fp8", "compressed int8", "compressed int4")
-"""What load_pretrained, strategy streaming and convert --keys model dequantise."""
-
 _METHOD: Final = "quantised with {}: .* codes that mean something only with their scales"
 
 _PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
-    "compressed fp8": ("compressed_tensors",),
-    "compressed int8": ("compressed_tensors",),
-    "compressed int4": ("compressed_tensors",),
+    name: ("compressed_tensors",) for name in OURS if name not in DEQUANTISED
 }
 _ASKS: Final[Mapping[str, str]] = {
     "bitsandbytes int8": "bitsandbytes",
@@ -37,13 +32,6 @@ _ASKS: Final[Mapping[str, str]] = {
     "hqq": "hqq",
 }
 """Packages that no environment of ours has: strategy transformers names them."""
-
-_UNREAD: Final[Mapping[str, str]] = {
-    "modelopt": "transformers does not read hf_quant_config.json",
-    "compression_config": "transformers does not read compression_config",
-    "mlx": "has no quant_method",
-    "scaled fp8": "config.json has no quantization_config",
-}
 
 
 def _folder(name: str) -> Callable[[Path], Made]:
@@ -63,11 +51,11 @@ def _words(name: str) -> str:
 
 def _layout(name: str) -> Layout:
     words = _words(name)
-    if why := _UNREAD.get(name):
+    if why := UNREAD.get(name):
         return Layout(f"codes of {name}", GROUP, _folder(name),
                       refused(f"{words}.*{why}", all_but("inspect")),
                       notes={})  # fmt: skip
-    told = refused(words, ("baseline",) if name in _OURS else _WEIGHTS)
+    told = refused(words, ("baseline",) if name in OURS else _WEIGHTS)
     if asked := _ASKS.get(name):
         told |= {"transformers": f"needs .*{asked}"}
     return Layout(name, GROUP, _folder(name), told, packages=_PACKAGES.get(name, ()))
