@@ -3,49 +3,45 @@
 import json
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from factories import planned
+from factories import planned, refused
 from nightly import nightly
-from quantised_folders import LAYOUTS, fp8_blocks, plain_model, quantised_state, write_folder
+from quantised_folders import (
+    DEQUANTISED,
+    LAYOUTS,
+    OURS,
+    UNREAD,
+    fp8_blocks,
+    plain_model,
+    quantised_state,
+    write_folder,
+)
 from safetensors.torch import load_file, save_file
+from worker_jobs import checked_load
 
 from weighin import load_pretrained, load_streaming
 from weighin.checkpoint.truth import index
 from weighin.cli.app import app
-from weighin.errors import CheckpointError, HarnessError
+from weighin.errors import HarnessError
 from weighin.models import pretrained
 from weighin.models.pretrained import from_config, pretrained_class
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.stream import formats, quantised
-from weighin.stream.construct import construct, resolve_builder
+from weighin.stream.construct import construct
 from weighin.stream.pretrained_folder import read_folder
 from weighin.suite import registry
 from weighin.worker import loading
-from weighin.worker.loading import Load, import_strategy
 
 Make = Callable[[str], Path]
-
-UNREAD = {
-    "modelopt": "transformers does not read hf_quant_config.json",
-    "compression_config": "transformers does not read compression_config in config.json",
-    "mlx": "quantization_config in config.json has no quant_method",
-    "scaled fp8": "config.json has no quantization_config",
-}
-"""Why from_pretrained does not give the weights, either."""
-
-DEQUANTISED = ("fp8", "mxfp4")
-OURS = (*DEQUANTISED, "compressed fp8", "compressed int8", "compressed int4")
-"""The folders that weighin dequantises; the package compressed-tensors is in the extra dev alone."""
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +57,18 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 def run(*arguments: object) -> tuple[int, str]:
+    """Return a command's exit code and its words."""
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*map(str, arguments)])
-    error = result.exception
+    code, text, error = result.exit_code, result.output, result.exception
     assert error is None or isinstance(error, SystemExit | HarnessError), error
-    code, text = result.exit_code, result.output
     if isinstance(error, HarnessError):
         code, text = error.exit_code, f"{text} {error}"
     return code, " ".join(text.split())
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def cells_of(folder: Path, *strategies: str, operation: Any = "load") -> list[Planned]:
@@ -84,12 +85,9 @@ def test_neither_a_builder_of_transformers_nor_a_plain_module_takes_codes(
 ) -> None:
     folder = make(name)
     spec = registry.model(str(folder))
-    with pytest.raises(CheckpointError, match="mean something only with their scales"):
-        load_streaming(
-            lambda: construct(lambda: from_config(**spec.kwargs), torch.bfloat16), folder
-        )
-    with pytest.raises(CheckpointError, match="mean something only with their scales"):
-        load_streaming(torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)}), folder)
+    model = torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)})
+    for build in (lambda: construct(lambda: from_config(**spec.kwargs), torch.bfloat16), model):
+        assert "mean something only with their scales" in refused(load_streaming, build, folder)
 
 
 def test_a_model_that_has_the_scales_takes_codes_as_they_are(tmp_path: Path) -> None:
@@ -122,18 +120,12 @@ def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(
     plain_model("fp8").save_pretrained(tmp_path)
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     if method:
-        config = json.loads((tmp_path / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": method}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError) as caught:
-        load_pretrained(tmp_path)
+        configure(tmp_path, quantization_config={"quant_method": method})
     kind = str(dtype).removeprefix("torch.")
     words = f"{name}.weight is {kind} in the file, but the model has no {name}.step: the values are quantised codes, which mean nothing without this scale"
-    assert caught.value.message == f"{tmp_path / 'model.safetensors'}: {words}"
-    target = tmp_path / "written.safetensors"
-    code, text = run(
-        "convert", tmp_path / "model.safetensors", target, "--keys", "model", "--verify"
-    )
+    file, target = tmp_path / "model.safetensors", tmp_path / "written.safetensors"
+    assert refused(load_pretrained, tmp_path).split("\n")[0] == f"{file}: {words}"
+    code, text = run("convert", file, target, "--keys", "model", "--verify")
     assert code == 2
     assert words in text
     assert not target.exists()
@@ -152,12 +144,8 @@ def test_a_key_that_from_pretrained_leaves_out_is_left_out(tmp_path: Path) -> No
 
 
 def test_scales_beside_usual_weights_are_no_quantisation(tmp_path: Path) -> None:
-    state = {
-        "up.weight": torch.randn(4, 4),
-        "up.weight_scale": torch.ones(4),
-        "counts": torch.arange(4),
-        "counts_scale": torch.ones(1),
-    }
+    state = {"up.weight": torch.randn(4, 4), "up.weight_scale": torch.ones(4)}
+    state |= {"counts": torch.arange(4), "counts_scale": torch.ones(1)}
     save_file(state, tmp_path / "model.safetensors")
     assert quantised.in_checkpoint(tmp_path, formats.read(tmp_path / "model.safetensors")) is None
     assert registry.model(str(tmp_path / "model.safetensors")).builder
@@ -168,18 +156,11 @@ def test_a_method_without_any_code_is_refused_only_if_from_pretrained_applies_it
 ) -> None:
     model = plain_model("fp8")
     model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for method in ("gptq", "of-another-library"):
-        config["quantization_config"] = {"quant_method": method, "bits": 4}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        if method == "gptq":
-            with pytest.raises(
-                CheckpointError, match=r"quantised with gptq \(4 bits\), as the conf"
-            ):
-                load_pretrained(tmp_path)
-        else:
-            found, wanted = load_pretrained(tmp_path), type(model).from_pretrained(tmp_path)
-            assert torch.equal(found.lm_head.weight, wanted.lm_head.weight)
+    configure(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "quantised with gptq (4 bits), as the conf" in refused(load_pretrained, tmp_path)
+    configure(tmp_path, quantization_config={"quant_method": "of-another-library", "bits": 4})
+    found, wanted = load_pretrained(tmp_path), type(model).from_pretrained(tmp_path)
+    assert torch.equal(found.lm_head.weight, wanted.lm_head.weight)
 
 
 def test_a_load_that_fails_to_dequantise_says_what_the_model_is(
@@ -188,13 +169,11 @@ def test_a_load_that_fails_to_dequantise_says_what_the_model_is(
     def fail(_: Path) -> None:
         raise ImportError("needs the package kernels")
 
-    folder = make("fp8")
     monkeypatch.setattr(pretrained, "arguments_to_dequantise", fail)
-    with pytest.raises(CheckpointError) as caught:
-        load_pretrained(folder)
-    assert "from_pretrained fails: ImportError: needs the package kernels" in caught.value.message
-    assert f"; the model is quantised with {LAYOUTS['fp8'].method}: " in caught.value.message
-    assert caught.value.repair == "install the packages that the library names"
+    said = refused(load_pretrained, make("fp8"))
+    assert "from_pretrained fails: ImportError: needs the package kernels" in said
+    assert f"; the model is quantised with {LAYOUTS['fp8'].method}: " in said
+    assert said.endswith("\ninstall the packages that the library names")
 
 
 def test_the_configuration_of_the_text_model_is_read(make: Make, tmp_path: Path) -> None:
@@ -229,11 +208,6 @@ def test_who_cannot_load_is_not_planned(make: Make, name: str) -> None:
     assert save.skip.endswith("; weighin saves only weights that are not quantised")
 
 
-class NoPhases:
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 @pytest.mark.usefixtures("torch_threads_restored")
 @pytest.mark.filterwarnings("ignore")  # of from_pretrained, about quantised modules
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, *nightly(torch.float16)])
@@ -250,17 +224,11 @@ def test_the_load_is_measured_and_verified(
         spec, checkpoint=checkpoint, fmt="safetensors", folder=entry, dtype=str(dtype)[6:]
     )
     assert manifest.keys == f"quantised with {LAYOUTS[name].method}"
-    cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
-    load = Load(checkpoint, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
-    tensors = loading.named_tensors(import_strategy(registry.strategy(strategy).path)(load))
-    loading.check_structure(tensors, manifest, cpu, dtype)
-    loading.check_values(loading.touch(tensors), manifest, dtype)
+    checked_load(spec, checkpoint, manifest, dtype, strategy)
     wanted = pretrained_class(read_folder(folder).wanted).from_pretrained(folder, dtype=dtype)
     sizes = {id(one): one.nbytes for one in loading.named_tensors(wanted).values()}
-    model_bytes = manifest.model_bytes(str(dtype).removeprefix("torch."))
-    assert model_bytes == pytest.approx(
-        sum(sizes.values()), rel=0.01
-    )  # buffers have a dtype of their own
+    found, given = manifest.model_bytes(str(dtype)[6:]), sum(sizes.values())
+    assert found == pytest.approx(given, rel=0.01)  # buffers have a dtype of their own
 
 
 @pytest.mark.parametrize("name", ["fp8", "quanto", *nightly("compressed int8", "bitsandbytes nf4")])
@@ -322,10 +290,9 @@ def test_an_adapter_that_from_pretrained_adds_is_refused(
     beside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weighin.stream.pretrained_folder.find_spec", lambda _: ModuleType("peft"))
-    with pytest.raises(CheckpointError, match="peft is installed here") as caught:
-        load_pretrained(beside)
-    file = beside / "adapter_config.json"
-    assert caught.value.repair.endswith(f"for the model alone: mv {file} {file}.off")
+    file, said = beside / "adapter_config.json", refused(load_pretrained, beside)
+    assert "peft is installed here" in said
+    assert said.endswith(f"for the model alone: mv {file} {file}.off")
     for verb in ("bench", "predict", "recommend"):
         code, text = run(verb, beside)
         assert code == 2
@@ -340,9 +307,8 @@ def test_an_adapter_that_nobody_adds_is_named(
     monkeypatch.setattr("weighin.stream.pretrained_folder.find_spec", lambda _: None)
     note = f"{beside / 'adapter_config.json'} lies beside the model: from_pretrained adds this adapter if"
     with caplog.at_level(logging.WARNING, logger="weighin"):
-        assert torch.equal(
-            load_pretrained(beside).lm_head.weight, plain_model("fp8").lm_head.weight
-        )
+        head = load_pretrained(beside).lm_head.weight
+    assert torch.equal(head, plain_model("fp8").lm_head.weight)
     assert any(note in text for text in caplog.messages)
     code, text = run("inspect", beside, "--json", tmp_path / "inspected.json")
     assert code == 0
