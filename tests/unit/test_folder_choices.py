@@ -4,23 +4,22 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from factories import refused
 from safetensors.torch import load_file, save_file
 
 from weighin import load_pretrained
 from weighin.cell import SYNTHESISED
 from weighin.cli.app import main
-from weighin.errors import CheckpointError, ConfigError, HarnessError
+from weighin.errors import CheckpointError
 from weighin.models.pretrained import pretrained_class
 from weighin.stream import hugging_face
-from weighin.stream.pretrained_folder import (
-    cached_snapshot,
-    from_pretrained_arguments,
-)
+from weighin.stream.pretrained_folder import cached_snapshot, from_pretrained_arguments
 from weighin.stream.pretrained_library import FolderChoice
 from weighin.suite import registry
 
@@ -38,9 +37,12 @@ def bert(kind: str = "BertModel", seed: int = 0) -> Any:
 
 
 def auto(name: str) -> Any:
-    import transformers
+    return getattr(import_module("transformers"), name)
 
-    return getattr(transformers, name)
+
+def loads(folder: Path, name: str, source: Path | str | None = None, **options: Any) -> None:
+    """Assert that load_pretrained gives what from_pretrained of the class ``name`` gives."""
+    assert_equal(load_pretrained(source or folder, **options), auto(name).from_pretrained(folder))
 
 
 def change(folder: Path, act: Callable[[dict[str, Any]], object]) -> None:
@@ -80,24 +82,21 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 def test_weights_that_from_pretrained_refuses_are_refused(tmp_path: Path, name: object) -> None:
     bert().save_pretrained(tmp_path / "model")
     change(tmp_path / "model", lambda config: config.update(transformers_weights=name))
-    with pytest.raises(
-        CheckpointError, match="neither a safetensors file nor an index in this folder"
-    ):
-        load_pretrained(tmp_path / "model")
+    said = refused(load_pretrained, tmp_path / "model")
+    assert "neither a safetensors file nor an index in this folder" in said
     with pytest.raises((ValueError, OSError, AttributeError)):
         auto("BertModel").from_pretrained(tmp_path / "model")
 
 
 def test_a_file_that_from_pretrained_does_not_read_is_no_reference(tmp_path: Path) -> None:
     bert().save_pretrained(tmp_path / "model")
-    other = shutil.copy(
-        tmp_path / "model" / "model.safetensors", tmp_path / "model" / "b.safetensors"
+    file = tmp_path / "model" / "model.safetensors"
+    said = refused(
+        from_pretrained_arguments, Path(shutil.copy(file, file.with_name("b.safetensors")))
     )
-    with pytest.raises(CheckpointError) as caught:
-        from_pretrained_arguments(Path(other))
     assert (
         "from_pretrained would not read this file, but model.safetensors in the file's folder"
-        in str(caught.value)
+        in said
     )
 
 
@@ -135,13 +134,9 @@ def test_the_text_part_of_a_composite_model_is_built_from_its_own_configuration(
         "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
         "layer_types": ["full_attention", "full_attention"],
     }  # fmt: skip
-    vision = {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32,
-    }  # fmt: skip
-    torch.manual_seed(0)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}  # fmt: skip
     kind(kind.config_class(text_config=text, vision_config=vision)).save_pretrained(tmp_path / "m")
-    wanted = auto("AutoModelForCausalLM").from_pretrained(tmp_path / "m")
-    assert_equal(load_pretrained(tmp_path / "m", model_class="AutoModelForCausalLM"), wanted)
+    loads(tmp_path / "m", "AutoModelForCausalLM", model_class="AutoModelForCausalLM")
 
 
 @pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM"])
@@ -157,31 +152,22 @@ def test_a_folder_without_a_class_has_that_of_automodel(
                   {"weight": torch.randn(32, 32), "bias": torch.randn(32)}.items()}  # fmt: skip
         save_file(state | pooler, folder / "model.safetensors", {"format": "pt"})
     change(folder, lambda config: config.pop("architectures"))
-    assert_equal(load_pretrained(folder), auto("AutoModel").from_pretrained(folder))
-    _, err = say("inspect", folder)
-    assert "names no class in 'architectures', so weighin takes that of AutoModel" in err
-    _, err = say("predict", folder, "--strategies", "baseline")
-    assert "so weighin takes BertModel, which AutoModel chooses" in err
+    loads(folder, "AutoModel")
+    note = "names no class in 'architectures', so weighin takes that of AutoModel"
+    assert note in say("inspect", folder)[1]
+    note = "so weighin takes BertModel, which AutoModel chooses"
+    assert note in say("predict", folder, "--strategies", "baseline")[1]
 
 
 def test_a_folder_whose_class_nothing_names_asks_for_it(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     bert().save_pretrained(folder)
     change(folder, lambda c: (c.pop("architectures"), c.update(model_type="visual_bert_mine")))
-    with pytest.raises(ConfigError) as caught:
-        load_pretrained(folder)
-    assert (
-        "name the class: --set model_class=CLASS (in Python: model_class='CLASS')"
-        in caught.value.repair
-    )
-    assert_equal(
-        load_pretrained(folder, model_class="BertModel"), auto("BertModel").from_pretrained(folder)
-    )
-    with pytest.raises(ConfigError) as caught:
-        load_pretrained(folder, model_class="AutoModelForCausalLM")
-    assert "transformers has no AutoModelForCausalLM for the model type visual_bert_mine" in str(
-        caught.value
-    )
+    repair = "name the class: --set model_class=CLASS (in Python: model_class='CLASS')"
+    assert repair in refused(load_pretrained, folder)
+    loads(folder, "BertModel", model_class="BertModel")
+    said = refused(load_pretrained, folder, model_class="AutoModelForCausalLM")
+    assert "transformers has no AutoModelForCausalLM for the model type visual_bert_mine" in said
 
 
 def test_code_beside_a_class_of_transformers_needs_no_trust_and_is_not_run(tmp_path: Path) -> None:
@@ -247,45 +233,38 @@ def test_a_revision_of_a_gguf_file_in_the_cache(hub: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(hugging_face, "described_gguf", described)
     for source in ("owner/name", hub):
-        with pytest.raises(CheckpointError, match="no file of GGUF"):
-            load_pretrained(source, revision="v1.0")
+        assert "no file of GGUF" in refused(load_pretrained, source, revision="v1.0")
     assert read == 2 * [snapshot / "model.gguf"]
 
 
 @pytest.mark.parametrize("revision", ["../../other", "nothing", "\0", "x" * 300])
 def test_a_revision_that_the_cache_lacks_is_refused(hub: Path, revision: str) -> None:
     for source in ("owner/name", hub):
-        with pytest.raises(CheckpointError, match="the Hub's cache lacks the revision"):
-            load_pretrained(source, revision=revision)
+        said = refused(load_pretrained, source, revision=revision)
+        assert "the Hub's cache lacks the revision" in said
 
 
 def test_a_snapshot_with_only_a_tag_names_the_tag(hub: Path, say: Say) -> None:
     (hub / "refs" / "main").unlink()
     shutil.rmtree(hub / "snapshots" / ("b" * 40))
-    with pytest.raises(CheckpointError) as caught:
-        cached_snapshot("owner/name")
-    assert caught.value.message == (
+    message, repair = refused(cached_snapshot, "owner/name").split("\n")
+    assert message == (
         "owner/name: the Hub's cache lacks the revision main of this model; it has: refs/pr/1,"
         f" v1.0, {'a' * 40}"
     )
-    assert "hf download owner/name" in caught.value.repair
-    _, err = say("inspect", "owner/name")
-    assert "--set revision=refs/pr/1" in err
-    out, _ = say("inspect", "owner/name", "--set", "revision=v1.0")
-    assert "model.safetensors" in out
+    assert "hf download owner/name" in repair
+    assert "--set revision=refs/pr/1" in say("inspect", "owner/name")[1]
+    assert "model.safetensors" in say("inspect", "owner/name", "--set", "revision=v1.0")[0]
 
 
 def test_a_broken_link_of_a_snapshot_is_named(hub: Path, say: Say) -> None:
     (hub / "blobs" / ("b" * 40)).unlink()
     file = hub / "snapshots" / ("b" * 40) / "model.safetensors"
-    with pytest.raises(CheckpointError) as caught:
-        load_pretrained("owner/name")
-    assert str(caught.value) == (
+    assert refused(load_pretrained, "owner/name") == (
         f"{file}: a broken symbolic link to ../../blobs/{'b' * 40}, which does not exist: a file of"
         " owner/name was removed from the cache of the Hub\nhf download owner/name"
     )
-    _, err = say("inspect", file)
-    assert "a broken symbolic link to" in err
+    assert "a broken symbolic link to" in say("inspect", file)[1]
 
 
 def test_broken_links_to_a_shard_and_to_the_config_are_named(tmp_path: Path) -> None:
@@ -295,9 +274,7 @@ def test_broken_links_to_a_shard_and_to_the_config_are_named(tmp_path: Path) -> 
     shard.rename(tmp_path / "away")
     shard.symlink_to(tmp_path / "gone")
     for file in (shard, folder / "config.json"):
-        with pytest.raises(CheckpointError) as caught:
-            load_pretrained(folder)
-        assert str(caught.value) == (
+        assert refused(load_pretrained, folder) == (
             f"{file}: a broken symbolic link to {tmp_path / 'gone'}, which does not exist\n"
             "restore the file to which the link leads, or correct the link"
         )
@@ -307,8 +284,7 @@ def test_broken_links_to_a_shard_and_to_the_config_are_named(tmp_path: Path) -> 
 
 def test_a_model_without_an_owner_is_found_in_the_cache(hub: Path, say: Say) -> None:
     entry = hub.rename(hub.parent / "models--bert")
-    wanted = auto("BertModel").from_pretrained(entry / "snapshots" / ("b" * 40))
-    assert_equal(load_pretrained("bert"), wanted)
+    loads(entry / "snapshots" / ("b" * 40), "BertModel", "bert")
     assert registry.model("bert").name == "bert"
     assert "lacks the revision v3" in say("inspect", "bert", "--set", "revision=v3")[1]
     assert "no model is called 'bertha'" in say("inspect", "bertha")[1]
@@ -316,10 +292,8 @@ def test_a_model_without_an_owner_is_found_in_the_cache(hub: Path, say: Say) -> 
 
 def test_a_revision_of_a_plain_folder_is_refused(tmp_path: Path) -> None:
     bert().save_pretrained(tmp_path / "model")
-    with pytest.raises(
-        HarnessError, match="not a model in the cache of the Hub, so the revision v1"
-    ):
-        load_pretrained(tmp_path / "model", revision="v1")
+    said = refused(load_pretrained, tmp_path / "model", revision="v1")
+    assert "not a model in the cache of the Hub, so the revision v1" in said
 
 
 def test_the_transformer_of_a_sentence_transformers_folder_is_loaded_and_its_other_parts_named(
@@ -333,13 +307,11 @@ def test_the_transformer_of_a_sentence_transformers_folder_is_loaded_and_its_oth
         (folder / name).mkdir()
         (folder / name / "config.json").write_text('{"in_features": 32, "out_features": 8}')
     save_file({"linear.weight": torch.randn(8, 32)}, folder / "2_Dense" / "model.safetensors")
-    wanted = auto("AutoModel").from_pretrained(folder)
-    assert_equal(load_pretrained(folder, model_class="AutoModel"), wanted)
-    _, err = say("inspect", folder)
-    assert " ".join(err.split()).endswith(
+    loads(folder, "AutoModel", model_class="AutoModel")
+    assert " ".join(say("inspect", folder)[1].split()).endswith(
         " is the transformer of a sentence-transformers folder; other parts that have weights are not"
         f" loaded: {folder}/2_Dense"
     )
     assert registry.model(str(folder / "2_Dense")).builder == SYNTHESISED
-    with pytest.raises(ConfigError, match="names neither 'architectures' nor 'model_type'"):
-        load_pretrained(folder / "2_Dense")
+    said = refused(load_pretrained, folder / "2_Dense")
+    assert "names neither 'architectures' nor 'model_type'" in said
