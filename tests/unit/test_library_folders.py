@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from factories import refused
 from model_differences import differences
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from weighin import load_pretrained
 from weighin.checkpoint.truth import index
@@ -22,15 +23,15 @@ from weighin.stream.pretrained_folder import own_dtype
 from weighin.stream.pretrained_library import DIFFUSERS, LIBRARIES, TIMM, library_in
 from weighin.suite import registry
 
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+needs_diffusers = pytest.mark.skipif(
+    find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
+)
 ONE_FILE = "diffusion_pytorch_model.safetensors"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def makers() -> Any:
-    sys.path.insert(0, str(CHECKPOINTS))
-    yield
-    sys.path.remove(str(CHECKPOINTS))
+@pytest.fixture(autouse=True)
+def _makers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "checkpoints"))
 
 
 def saved(module: str, name: str, folder: Path) -> Path:
@@ -52,12 +53,8 @@ def of_library(folder: Path, dtype: torch.dtype | None) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.skipif(
-    find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
-)
+@needs_diffusers
 def test_a_variant_of_a_part_is_loaded_beside_the_usual_file(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     folder = saved("pipelines", "the unet of a pipeline", tmp_path)
     state = {name: tensor + 1 for name, tensor in load_file(folder / ONE_FILE).items()}
     save_file(state, folder / ONE_FILE.replace(".safetensors", ".fp16.safetensors"))
@@ -65,9 +62,7 @@ def test_a_variant_of_a_part_is_loaded_beside_the_usual_file(tmp_path: Path) -> 
     assert all(torch.equal(own[name], tensor) for name, tensor in state.items())
 
 
-@pytest.mark.skipif(
-    find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
-)
+@needs_diffusers
 def test_the_manifest_of_a_part_has_the_values_that_diffusers_loads(tmp_path: Path) -> None:
     name = "weights that stay in float32, and computed buffers"
     folder = saved("pipelines", name, tmp_path / "wan")
@@ -109,13 +104,9 @@ def test_a_folder_without_its_library_names_the_extra(
     monkeypatch.setitem(sys.modules, library.name, None)
     (tmp_path / "config.json").write_text(json.dumps({library.class_key: "Some"}))
     save_file({"w": torch.ones(2)}, tmp_path / library.weights[1 if library is DIFFUSERS else 0])
-    with pytest.raises(
-        ConfigError, match=f"the package {library.name}, which this model needs"
-    ) as caught:
-        load_pretrained(tmp_path)
-    assert (
-        f"weighin[{library.extra}]" in caught.value.repair or library.extra in caught.value.repair
-    )
+    message, repair = refused(load_pretrained, tmp_path).split("\n")
+    assert f"the package {library.name}, which this model needs" in message
+    assert library.extra in repair
 
 
 @pytest.mark.parametrize("library", LIBRARIES[1:])
@@ -136,24 +127,13 @@ def test_the_recommended_code_calls_the_folders_library() -> None:
 
 
 TIMM_NAMES = [
-    "a residual network",
-    "a residual network in .bin",
-    "a vision transformer of small images",
-    "four channels",
-    "rotary positions",
-    "config.json of timm before pretrained_cfg",
-]
-
-
-def needs_timm() -> None:
-    try:
-        import timm  # noqa: F401
-    except ImportError as error:
-        pytest.skip(f"needs timm, from weighin[timm]: {error}")
+    "a residual network", "a residual network in .bin", "a vision transformer of small images",
+    "four channels", "rotary positions", "config.json of timm before pretrained_cfg",
+]  # fmt: skip
 
 
 def test_timm_stays_as_it_was_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_timm()
+    pytest.importorskip("timm", reason="needs timm, from weighin[timm]", exc_type=ImportError)
     builder = import_module("timm.models._builder")
     before, dtypes = builder.load_pretrained, iter([KeyboardInterrupt])
 
@@ -170,7 +150,7 @@ def test_timm_stays_as_it_was_after_an_interrupt(monkeypatch: pytest.MonkeyPatch
 def test_another_thread_may_load_a_model_of_timm_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    needs_timm()
+    pytest.importorskip("timm", reason="needs timm, from weighin[timm]", exc_type=ImportError)
     builder = import_module("timm.models._builder")
     calls = []
     monkeypatch.setattr(
@@ -192,7 +172,7 @@ def test_another_thread_may_load_a_model_of_timm_meanwhile(
 def test_a_folder_of_timm_is_what_timm_loads(
     tmp_path: Path, name: str, dtype: torch.dtype | None
 ) -> None:
-    needs_timm()
+    pytest.importorskip("timm", reason="needs timm, from weighin[timm]", exc_type=ImportError)
     folder = saved("timm_folders", name, tmp_path)
     assert registry.model(str(folder)).builder == TIMM.builder
     own = load_pretrained(folder, dtype=dtype or "auto")

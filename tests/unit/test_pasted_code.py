@@ -3,8 +3,9 @@
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,10 @@ class Untied(Net):
 
 
 @pytest.fixture(autouse=True)
-def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every strategy that can load the model needs the same memory and time."""
-
-    def predict(planned: Sequence[Planned], **_: Any) -> list[Prediction]:
-        return [_of(one) for one in planned]
-
-    monkeypatch.setattr(answer, "predict", predict)
+def _predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every strategy that can load the model need the same memory and time."""
+    monkeypatch.setattr(answer, "predict", lambda planned, **_: [_of(one) for one in planned])
+    monkeypatch.chdir(tmp_path)
 
 
 def _of(one: Planned) -> Prediction:
@@ -134,32 +132,26 @@ FILES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "train.pt": (lambda: {"model": _state(), "epoch": 3}, ("--key", "model")),
     "nested.pt": (lambda: {"state": {"model": _state()}}, ("--key", "state.model")),
     "dotted.pt": (lambda: {"state.model": _state()}, ("--key", "state.model")),
-    "both.pt": (
-        lambda: {"model": _prefixed("module."), "epoch": 3},
-        ("--key", "model", "--set", "strip_prefix=module."),
-    ),
-    "class.pt": (
-        lambda: {"model": _state(), "args": Namespace(lr=0.1)},
-        ("--key", "model"),
-    ),
+    "both.pt": (lambda: {"model": _prefixed("module."), "epoch": 3}, ("--key", "model", "--set", "strip_prefix=module.")),
+    "class.pt": (lambda: {"model": _state(), "args": Namespace(lr=0.1)}, ("--key", "model")),
     "weights.safetensors": (lambda: _state(Untied), ()),
-    "wrapped.safetensors": (
-        lambda: _prefixed("module.", Untied),
-        ("--set", "strip_prefix=module."),
-    ),
+    "wrapped.safetensors": (lambda: _prefixed("module.", Untied), ("--set", "strip_prefix=module.")),
     "prefixed.safetensors": (lambda: _prefixed("model.", Untied), ("--key", "model")),
-}
+}  # fmt: skip
 OWN = {"streaming"}
+
+
+def save(name: str) -> tuple[str, ...]:
+    """Write a file of ``FILES`` into the current folder, and return the words that select its weights."""
+    make, words = FILES[name]
+    save_file(make(), name) if name.endswith("safetensors") else torch.save(make(), name)
+    return words
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FILES)
-def test_the_code_for_a_file_loads_the_selected_weights(
-    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make, words = FILES[name]
-    save_file(make(), name) if name.endswith("safetensors") else torch.save(make(), name)
+def test_the_code_for_a_file_loads_the_selected_weights(name: str, dtype: str) -> None:
+    words = save(name)
     kind = Untied if name.endswith("safetensors") else Net
     wanted = kind()
     wanted.load_state_dict(_state(kind))
@@ -169,20 +161,15 @@ def test_the_code_for_a_file_loads_the_selected_weights(
         model: Any = loaded(advice, kind)
         assert_equal(model, wanted)
         assert (model.first.weight is model.last.weight) == (kind is Net)
-        reads_itself = not advice.saves_again
-        tried.add((strategy, reads_itself))
+        tried.add((strategy, advice.saves_again))
     assert len(tried) > 10
-    itself = {strategy for strategy, reads_itself in tried if reads_itself}
+    itself = {strategy for strategy, saves_again in tried if not saves_again}
     assert itself == OWN if words else itself > OWN
 
 
 @pytest.mark.parametrize("name", ["train.pt", "weights.safetensors"])
-def test_the_code_for_a_gpu_differs_by_the_name_of_the_device(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make, words = FILES[name]
-    save_file(make(), name) if name.endswith("safetensors") else torch.save(make(), name)
+def test_the_code_for_a_gpu_differs_by_the_name_of_the_device(name: str) -> None:
+    words = save(name)
     on_cpu = {strategy: one.code for strategy, one in advices(name, *words)}
     on_gpu = {strategy: one.code for strategy, one in advices(name, *words, "--device", "cuda")}
     assert on_cpu.keys() <= on_gpu.keys()
@@ -206,15 +193,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _llama(1).save_pretrained(root / "base")
     _llama(2).save_pretrained(root / "base", variant="fp16")
     torch.save(_llama(3).state_dict(), root / "other.pt")
-    tuned = peft.get_peft_model(
-        _llama(1), peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    )
+    adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    tuned = peft.get_peft_model(_llama(1), adapter)
     with torch.no_grad():
         for name, parameter in tuned.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) / 10)
     tuned.save_pretrained(root / "adapter")
     return root
+
+
+def _built(kind: Any, config: Any, dtype: str) -> torch.nn.Module:
+    model: torch.nn.Module = kind._from_config(config, dtype=getattr(torch, dtype))
+    return model.eval()
 
 
 def _reference(made: Path, chosen: dict[str, str], dtype: str) -> torch.nn.Module:
@@ -240,18 +231,13 @@ CHOSEN = [one for one in CHOICES if not {"model_class", "adapter"} <= one.keys()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("choice", CHOSEN, ids=lambda one: " ".join(one) or "as saved")
 def test_the_code_for_a_folder_loads_what_was_chosen(
-    made: Path, choice: dict[str, str], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, choice: dict[str, str], dtype: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     chosen = {key: value or str(made / "adapter") for key, value in choice.items()}
     wanted = _reference(made, chosen, dtype)
     words = [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
 
-    def build() -> torch.nn.Module:
-        kind: Any = type(wanted)
-        model: torch.nn.Module = kind._from_config(wanted.config, dtype=getattr(torch, dtype))
-        return model.eval()
-
+    build = partial(_built, type(wanted), wanted.config, dtype)
     tried = set()
     for strategy, advice in advices(str(made / "base"), *words, "--dtype", dtype):
         if "model_class" in chosen and not registry.strategy(strategy).maps_keys:
@@ -266,9 +252,8 @@ def test_the_code_for_a_folder_loads_what_was_chosen(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_the_code_for_a_folders_class_loads_the_weights_of_another_file(
-    made: Path, has_adapter: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, has_adapter: bool, dtype: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     wanted: Any = _llama(3)
     wanted.save_pretrained("other")
     wanted = type(wanted).from_pretrained("other", dtype=getattr(torch, dtype))
@@ -277,12 +262,8 @@ def test_the_code_for_a_folders_class_loads_the_weights_of_another_file(
         words += ["--adapter", str(made / "adapter")]
         wanted = peft.PeftModel.from_pretrained(wanted, made / "adapter").merge_and_unload()
 
-    def build() -> torch.nn.Module:
-        kind = transformers.LlamaForCausalLM
-        config = transformers.LlamaConfig(**SMALL)
-        model: torch.nn.Module = kind._from_config(config, dtype=getattr(torch, dtype))
-        return model.eval()
-
+    kind, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL)
+    build = partial(_built, kind, config, dtype)
     tried = set()
     for strategy, advice in advices(str(made / "base"), *words):
         if strategy in ("transformers", "peft_merge"):
@@ -299,47 +280,33 @@ def test_the_code_for_a_folder_with_code_of_its_own_trusts_it(
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    monkeypatch.chdir(tmp_path)
     folder = remote_folder.write_folder(tmp_path / "tiny")
     wanted = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tried = {}
-    for strategy, advice in advices(str(folder), "--trust-remote-code"):
-        if strategy in ("streaming", "transformers"):
-            tried[strategy] = advice.code
-            assert_equal(loaded(advice), wanted)
-    assert len(tried) == 2
-    assert all("trust_remote_code=True" in code for code in tried.values())
+    tried = dict(advices(str(folder), "--trust-remote-code"))
+    for strategy in ("streaming", "transformers"):
+        assert "trust_remote_code=True" in tried[strategy].code
+        assert_equal(loaded(tried[strategy]), wanted)
 
 
 def test_the_code_for_a_revision_loads_that_revision(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
     entry = tmp_path / "models--Some--Model"
     (entry / "refs").mkdir(parents=True)
     for revision, commit, seed in (("main", "0123", 1), ("old", "4567", 5)):
         _llama(seed).save_pretrained(entry / "snapshots" / commit)
         (entry / "refs" / revision).write_text(commit)
-    words = ("Some/Model", "--set", "revision=old")
-    tried = set()
-    for strategy, advice in advices(*words):
-        if strategy in ("streaming", "transformers"):
-            assert_equal(loaded(advice), _llama(5))
-            tried.add(strategy)
-    assert len(tried) == 2
+    tried = dict(advices("Some/Model", "--set", "revision=old"))
+    for strategy in ("streaming", "transformers"):
+        assert_equal(loaded(tried[strategy]), _llama(5))
 
 
 @pytest.mark.parametrize("method", ["fp8", *nightly("compressed-tensors")])
-def test_the_code_for_quantised_weights_dequantises_them(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_code_for_quantised_weights_dequantises_them(method: str, tmp_path: Path) -> None:
     quantised_folders.write_folder(tmp_path / "quantised", method)
     assert "quantization_config" in (tmp_path / "quantised" / CONFIG).read_text()
-    tried = {}
-    for strategy, advice in advices("quantised"):
-        tried[strategy] = loaded(advice)
+    tried = {strategy: loaded(advice) for strategy, advice in advices("quantised")}
     assert {"streaming", "transformers"} <= tried.keys()
     assert_equal(tried["streaming"], tried["transformers"])
 
@@ -351,7 +318,6 @@ def test_the_code_for_a_gguf_file_beside_another_loads_this_file(
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "checkpoints"))
     import gguf_files
 
-    monkeypatch.chdir(tmp_path)
     layout = next(one for one in gguf_files.LAYOUTS if one.name == "GGUF in Q8_0")
     path = layout.make(tmp_path).path
     file = path if path.is_file() else next(path.glob("*.gguf"))

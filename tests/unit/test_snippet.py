@@ -13,6 +13,7 @@ import pytest
 import torch
 from fork_server import ForkServer
 from safetensors.torch import save_file
+from snapshots import Compare
 
 from weighin.checkpoint.checksum import pieces_of
 from weighin.recommend.snippet import CannotWriteOut, snippet
@@ -73,9 +74,9 @@ print("right")
 
 def saved(folder: Path, fmt: str) -> Path:
     """Write the whole state dict, and a checkpoint of this layout, whose path is returned."""
-    weight, names = torch.randn(3, 3), ["first.weight", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "last.weight"]  # fmt: skip
-    values = [weight, *(torch.randn(3) for _ in range(4)), torch.tensor(7), weight]
-    state = dict(zip(names, values, strict=True))
+    weight, norm = torch.randn(3, 3), ("weight", "bias", "running_mean", "running_var")
+    state = {"first.weight": weight} | {f"norm.{name}": torch.randn(3) for name in norm}
+    state |= {"norm.num_batches_tracked": torch.tensor(7), "last.weight": weight}
     torch.save(state, folder / "whole.pt")
     plans = [TensorPlan(name, tuple(one.shape), one.dtype) for name, one in state.items()]
     plans[-1] = TensorPlan("last.weight", (3, 3), torch.float32, "first.weight")
@@ -140,25 +141,9 @@ def test_the_snippet_of_a_strategy_of_ours_runs_with_us(
     run(tmp_path, "streaming", "pt", torch_fork_server)
 
 
-def test_a_snippet_is_the_strategys_own_code() -> None:
+def test_a_snippet_is_the_strategys_own_code(same: Compare) -> None:
     text = snippet(registry.strategy("meta_copy"), checkpoint="x.pt")
-    start = text.index("def load_model")
-    assert text[start:] == (
-        'def load_model(build_model, checkpoint, device="cpu", dtype=torch.float32, **options):\n'
-        '    with torch.device("meta"):\n'
-        "        model = build_model()  # shapes without values\n"
-        "    tied = tied_names(model)\n"
-        "    model.to_empty(device=device)  # uninitialised storage\n"
-        "    retie(model, tied)  # to_empty unties the weights\n"
-        '    where = options.get("map_location", device)\n'
-        "    state = torch.load(checkpoint, map_location=where, weights_only=True)\n"
-        "    model.load_state_dict(state)\n"
-        "    reset_buffers(model, build_model, device, dtype)"
-        "  # the checkpoint has no non-persistent buffers\n"
-        "    return model\n"
-        "\n\n"
-        "# model = load_model(build_model, 'x.pt')   # build_model() returns your model\n"
-    )
+    same("snippet.txt", text[text.index("def load_model") :])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -182,110 +167,77 @@ def test_the_code_for_a_plain_model_has_no_helpers_and_is_right(
         assert torch.equal(state[key], saved[key].to(tensor.dtype))
 
 
-def test_only_a_strategy_of_ours_imports_us() -> None:
-    ours = {
-        name
-        for name, info in registry.strategies().items()
-        if "load" in info.path.read_text() and "weighin" in _written(info)
-    }
-    assert ours == {"streaming"}
+def test_no_strategy_for_gpus_alone_imports_us() -> None:
+    """The others, but for streaming, run without us above."""
+    gpus = [one for one in registry.strategies().values() if "cpu" not in one.devices]
+    assert gpus
+    assert [one.name for one in gpus if "weighin" in snippet(one)] == []
 
 
-def _written(info: registry.StrategyInfo) -> str:
-    try:
-        return snippet(info)
-    except CannotWriteOut:
-        return ""
+HEAD = "import torch\nfrom weighin.strategy import assign, load_streaming, retie, tied_names\n\n\n"
+CANNOT = {
+    "load() passes on the whole job object": "def load(job):\n    return helper(job)\n",
+    "load() takes its job in another way than as a plain argument": "def load(job, /):\n    return job.build_model()\n",
+    "it uses what pasted code does not have: SIZE": "SIZE = 3\n\n\ndef load(job):\n    return job.build_model()[:SIZE]\n",
+    "load() is no Python without its job": "def load(job):\n    if job.folder:\n        return None\n",
+}
+"""Why code cannot be written out, and code."""
+
+
+def written(folder: Path, code: str, **more: Any) -> str:
+    (path := folder / "mine.py").write_text(code)
+    return snippet(registry.read_strategy(path), is_mixed=False, **more)
+
+
+@pytest.mark.parametrize("why", CANNOT)
+def test_what_cannot_be_written_out_says_why(tmp_path: Path, why: str) -> None:
+    with pytest.raises(CannotWriteOut, match=f"^{re.escape(why)}$"):
+        written(tmp_path, CANNOT[why])
+
+
+TIES = "    model = job.build_model()\n    tied = tied_names(model){}\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
+    ("body", "has", "lacks"),
     [
-        (
-            "def load(job):\n    return helper(job)\n",
-            "load() passes on the whole job object",
-        ),
-        (
-            "def load(job, /):\n    return job.build_model()\n",
-            "load() takes its job in another way than as a plain argument",
-        ),
-        (
-            "SIZE = 3\n\n\ndef load(job):\n    return job.build_model()[:SIZE]\n",
-            "it uses what pasted code does not have: SIZE",
-        ),
-        (
-            "def load(job):\n    if job.folder:\n        return None\n",
-            "load() is no Python without its job",
-        ),
+        (TIES.format("") + "    if tied:\n        retie(model, tied)\n    return model\n",
+         ["def retie(", "    if tied:\n        retie(model, tied)\n"], []),
+        (TIES.format("  # the tied names") + "    retie(model, tied)\n    return model  # none of the tied names is missing\n",
+         [], ["def retie", "= tied_names"]),
+        ("    return load_streaming(job.build_model, job.checkpoint, device=job.device)\n",
+         ["\nfrom weighin import load_streaming\n"], ["weighin.strategy"]),
     ],
-)
-def test_what_cannot_be_written_out_says_why(tmp_path: Path, code: str, why: str) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(code)
-    with pytest.raises(CannotWriteOut, match=f"^{re.escape(why)}$"):
-        snippet(registry.read_strategy(path), is_mixed=False)
-
-
-def test_helpers_stay_where_a_strategy_uses_the_tied_names_in_a_way_of_its_own(
-    tmp_path: Path,
+    ids=["tied names in a way of its own", "a comment is no use", "imports as documented"],
+)  # fmt: skip
+def test_code_has_the_helpers_that_it_uses(
+    tmp_path: Path, body: str, has: list[str], lacks: list[str]
 ) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from weighin.strategy import retie, tied_names\n\n\ndef load(job):\n"
-        "    model = job.build_model()\n    tied = tied_names(model)\n    if tied:\n"
-        "        retie(model, tied)\n    return model\n"
-    )
-    text = snippet(registry.read_strategy(path), is_mixed=False)
-    assert "def retie(" in text
-    assert "    if tied:\n        retie(model, tied)\n" in text
+    text = written(tmp_path, f"{HEAD}def load(job):\n{body}", computes_buffers=False)
+    assert [part for part in has if part not in text] == []
+    assert [part for part in lacks if part in text] == []
 
 
-def written(folder: Path, body: str, **more: Any) -> str:
-    """Return the code that is written for a strategy with this body of load()."""
-    path = folder / "mine.py"
-    path.write_text(
-        "import torch\nfrom weighin.strategy import assign, load_streaming, retie, tied_names\n\n\n"
-        f"def load(job):\n{body}"
-    )
-    return snippet(registry.read_strategy(path), computes_buffers=False, **more)
-
-
-@pytest.mark.parametrize("quote", ["'", '"'])
+@pytest.mark.parametrize("quote", ["'", '"'], ids=["single", "double"])
 @pytest.mark.parametrize(
     "start",
     ["if job.folder:\n", "if job.folder:\n{}    raise OSError\n{}elif job.device == 'x':\n"],
+    ids=["if", "elif"],
 )
 def test_the_other_case_of_a_folder_stays(tmp_path: Path, start: str, quote: str) -> None:
     """Also where a helper has another name, and with both kinds of quotes."""
     indent = " " * 8
     text = written(
         tmp_path,
-        f"    with job.phase({quote}read{quote}):\n{indent}{start.format(indent, indent)}"
+        f"{HEAD}def load(job):\n    with job.phase({quote}read{quote}):\n"
+        f"{indent}{start.format(indent, indent)}"
         f"{indent}    raise OSError\n{indent}else:\n{indent}    put = assign\n"
         f"{indent}    model = job.build_model()\n"
         f"{indent}    put(model, torch.load(job.checkpoint), job.device)\n    return model\n",
+        computes_buffers=False,
     )
     torch.save((net := torch.nn.Linear(2, 2)).state_dict(), tmp_path / "w.pt")
     names: dict[str, Any] = {}
     exec(text, names)
     loaded = names["load_model"](lambda: torch.nn.Linear(2, 2), tmp_path / "w.pt")
     assert torch.equal(loaded.weight, net.weight)
-
-
-def test_a_comment_is_no_use_of_the_tied_names(tmp_path: Path) -> None:
-    text = written(
-        tmp_path,
-        "    model = job.build_model()\n    tied = tied_names(model)  # the tied names\n"
-        "    retie(model, tied)\n    return model  # none of the tied names is missing\n",
-        is_mixed=False,
-    )
-    assert "def retie" not in text
-    assert "= tied_names" not in text
-
-
-def test_code_imports_our_functions_from_where_they_are_documented(tmp_path: Path) -> None:
-    text = written(
-        tmp_path, "    return load_streaming(job.build_model, job.checkpoint, device=job.device)\n"
-    )
-    assert "\nfrom weighin import load_streaming\n" in text
-    assert "\nfrom weighin import load_streaming\n" in snippet(registry.strategy("streaming"))
