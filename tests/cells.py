@@ -61,6 +61,7 @@ FORMATS: tuple[str, ...] = tuple(formats.NAMES)
 WORKER = "weighin.worker.__main__"
 """The module that a measured process runs, to load or save in it."""
 MANIFEST = "weighin.checkpoint.manifest"
+CACHE = "weighin.checkpoint.cache"
 """The module with which a measured process reads what it loads, before its baseline."""
 _OF_COMMANDS = ("weighin.cli.app", "weighin.models.pretrained")
 

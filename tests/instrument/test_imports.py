@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from cells import KIB, MANIFEST, MIB, WORKER, Bench, Outcome, Watched
+from cells import CACHE, KIB, MANIFEST, MIB, WORKER, Bench, Outcome, Watched
 from nightly import isolations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +90,11 @@ def test_the_tests_own_check_of_modules_finds_them(bench: Bench, process: Watche
 @pytest.mark.parametrize("verb", ["list strategies", "list models", "--version"])
 def test_the_light_verbs_import_nothing_heavy(verb: str) -> None:
     modules = imported_by_command(*verb.split())
+    assert modules & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
+
+
+def test_the_parent_makes_a_checkpoint_without_torch() -> None:
+    _, modules = imported_by(f"import {CACHE}")
     assert modules & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
 
 

@@ -1,6 +1,5 @@
 """The models are what the notebook's figures speak of."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,12 @@ import torch
 import yaml
 
 from weighin import install
+from weighin.errors import ConfigError
 from weighin.models import gpt2, stack, tied
 from weighin.stream.construct import resolve_builder
 from weighin.stream.pretrained_folder import BUILDER, folder_library, own_dtype
+from weighin.stream.pretrained_library import module_of
 from weighin.suite import registry
-from weighin.units import MIB
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -36,14 +36,14 @@ PUBLISHED = {
 """The number of parameters, a tied one once, and the dtype of each model of transformers."""
 
 
-def read(name: str) -> Any:
-    return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+def made(name: str, device: str = "meta") -> Any:
+    spec = registry.model(name)
+    with torch.device(device):
+        return resolve_builder(spec.builder)(**spec.kwargs)
 
 
 def test_gpt2_xl_has_the_notebooks_size() -> None:
-    config = read("gpt2-xl")
-    with torch.device("meta"):
-        model = resolve_builder(config["builder"])(**config["kwargs"])
+    model = made("gpt2-xl")
     sizes = [tensor.nbytes for tensor in model.state_dict().values()]
     assert len(sizes) == 821
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_638_022_400
@@ -51,39 +51,29 @@ def test_gpt2_xl_has_the_notebooks_size() -> None:
     assert f"{max(sizes) / 1024**3:.4f}" == "0.2996"
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_model_file_has_the_known_keys_and_its_own_name(path: Path) -> None:
-    text = path.read_text()
-    config = yaml.safe_load(text)
-    assert text.startswith("# ")
-    assert set(config) == {"name", "builder", "kwargs", "description"}
-    assert config["name"] == path.stem
-    resolve_builder(config["builder"])
-
-
 @pytest.mark.parametrize("kind", ["tensors", "nested"])
 @pytest.mark.parametrize("tensors", [200, 2000, 20_000])
 def test_stacks_of_one_size_have_few_or_many_tensors(tensors: int, kind: str) -> None:
-    config = read(f"{kind}-{tensors}")
-    with torch.device("meta"):
-        state = resolve_builder(config["builder"])(**config["kwargs"]).state_dict()
+    state = made(f"{kind}-{tensors}").state_dict()
     assert len(state) == tensors
     assert sum(tensor.nbytes for tensor in state.values()) == 20_000 * 64 * 64 * 4
+
+
+def test_a_nested_stack_runs() -> None:
     model = stack.nested(blocks=3, layers=2, width=8, inner=5)
     assert model(stack.example_inputs(width=8)).shape == (1, 8)
 
 
 @pytest.mark.parametrize(("name", "module"), [("gpt2-tiny", gpt2), ("tied-tiny", tied)])
 def test_a_tiny_model_is_about_two_mib_and_runs(name: str, module: Any) -> None:
-    config = read(name)
-    model = resolve_builder(config["builder"])(**config["kwargs"])
+    model, kwargs = made(name, "cpu"), registry.model(name).kwargs
     assert not model.training
     assert 1.5 < sum(tensor.nbytes for tensor in model.parameters()) / 1024**2 < 2.5
-    inputs = module.example_inputs(**config["kwargs"])
+    inputs = module.example_inputs(**kwargs)
     assert inputs[0].shape == (1, 16)
     with torch.inference_mode():
         logits = model(*inputs)
-    assert logits.shape == (1, 16, config["kwargs"]["vocab_size"])
+    assert logits.shape == (1, 16, kwargs["vocab_size"])
     assert torch.isfinite(logits).all()
 
 
@@ -96,48 +86,30 @@ def test_attention_sees_no_later_token() -> None:
         torch.testing.assert_close(model(ids)[:, :-1], model(changed)[:, :-1])
 
 
-def test_the_tied_model_is_tied_and_keeps_its_tables_out_of_the_checkpoint() -> None:
-    model = tied.tied(vocab_size=32, emb_dim=16, n_layers=1, n_heads=2)
-    assert model.head.weight is model.embedding.weight
-    assert not any("rotary" in key for key in model.state_dict())
-    assert set(dict(model.named_buffers())) == {"rotary.cos", "rotary.sin"}
+def test_every_model_file_has_its_own_name_and_a_builder() -> None:
+    for path in CONFIGS.glob("*.yaml"):
+        assert path.read_text().startswith("# ")
+        config = yaml.safe_load(path.read_text())
+        assert set(config) == {"name", "builder", "kwargs", "description"}
+        assert config["name"] == path.stem
+        resolve_builder(config["builder"])
 
 
 def test_every_model_of_transformers_has_a_published_size() -> None:
-    names = {path.stem for path in CONFIGS.glob("*.yaml") if read(path.stem)["builder"] == BUILDER}
-    assert names == set(PUBLISHED)
+    names = {path.stem for path in CONFIGS.glob("*.yaml")}
+    assert {name for name in names if registry.model(name).builder == BUILDER} == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_model_of_transformers_has_the_published_size_and_dtype(name: str) -> None:
     pytest.importorskip("transformers", reason=install.command("hf"))
-    config = read(name)
-    with torch.device("meta"):
-        model = resolve_builder(config["builder"])(**config["kwargs"])
-    assert not folder_library(registry.model(name))
-    parameters, dtype = PUBLISHED[name]
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    spec, (parameters, dtype) = registry.model(name), PUBLISHED[name]
+    assert not folder_library(spec)
+    assert sum(parameter.numel() for parameter in made(name).parameters()) == parameters
     assert f"{parameters:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
-    assert own_dtype(registry.model(name)) == dtype
+    assert own_dtype(spec) == dtype
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_documentation_has_the_models_size(path: Path) -> None:
-    spec = registry.model(path.stem)
-    if spec.builder == BUILDER:
-        pytest.importorskip("transformers", reason=install.command("hf"))
-    dtype = own_dtype(spec)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        with torch.device("meta"):
-            model = resolve_builder(spec.builder)(**spec.kwargs)
-    finally:
-        torch.set_default_dtype(before)
-    stored = {id(one): one.nbytes for one in model.state_dict(keep_vars=True).values()}
-    size, unit = sum(stored.values()) / MIB, "MiB"
-    if size > 10:
-        size, unit = size / 1024, "GiB"
-    page = (CONFIGS.parents[1] / "docs" / "models.md").read_text()
-    (line,) = re.findall(rf"^\* {dtype}: (.*)", page, re.MULTILINE)
-    assert f"`{path.stem}` {size:,.3f} {unit}" in line.split("; ")
+def test_an_unknown_class_is_named_before_the_load() -> None:
+    with pytest.raises(ConfigError, match="has no model class 'NoSuchModel'"):
+        module_of(BUILDER).import_class({"architecture": "NoSuchModel", "config": {}})

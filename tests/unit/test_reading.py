@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,33 +64,26 @@ def test_each_name_exists_and_is_replaced(name: str) -> None:
     assert now() == before
 
 
-def test_everything_is_put_back_after_a_load_and_after_an_error(folder: Path) -> None:
+@pytest.mark.parametrize("end", ["a load", "an error", "Ctrl-C"])
+def test_everything_is_put_back(folder: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verbosity = logging.get_verbosity()
     shown: Any = logging
     shown.set_verbosity_info()
     shown.enable_progress_bar()
     before = now()
-    load_pretrained(folder)
-    assert now() == before
-    state = load_file(folder / "model.safetensors")
-    state["model.norm.weight"] = torch.ones(3)
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"of another shape \(model\.norm\.weight\)"):
+    if end == "a load":
         load_pretrained(folder)
+    elif end == "an error":
+        state = load_file(folder / "model.safetensors") | {"model.norm.weight": torch.ones(3)}
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=r"of another shape \(model\.norm\.weight\)"):
+            load_pretrained(folder)
+    else:
+        monkeypatch.setattr(Load, "finish", fails(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            load_pretrained(folder)
     assert now() == before
     logging.set_verbosity(verbosity)
-
-
-def test_everything_is_put_back_after_ctrl_c(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = now()
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Load, "finish", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        load_pretrained(folder)
-    assert now() == before
 
 
 def test_another_thread_calls_the_library(folder: Path) -> None:
@@ -114,26 +108,19 @@ def test_another_thread_calls_the_library(folder: Path) -> None:
 
 def test_loads_of_several_threads_are_equal_and_the_last_one_puts_back(folder: Path) -> None:
     before = now()
-    models: list[Any] = []
-    both = threading.Barrier(2)
+    both = threading.Barrier(2, timeout=60)
 
-    def act() -> None:
-        both.wait()
-        models.append(
-            load_pretrained(folder)
-        )  # transformers sets the default dtype for all threads
+    def load() -> dict[str, torch.Tensor]:
+        both.wait()  # as transformers sets the default dtype for all threads
+        return dict(load_pretrained(folder).state_dict())
 
-    threads = [threading.Thread(target=act) for _ in range(2)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    one, other = (model.state_dict() for model in models)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = (done.result() for done in [pool.submit(load) for _ in range(2)])
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert now() == before
 
 
-def fails(error: Exception) -> Callable[..., None]:
+def fails(error: BaseException) -> Callable[..., None]:
     def fail(*_: object, **__: object) -> None:
         raise error
 

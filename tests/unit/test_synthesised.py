@@ -17,11 +17,12 @@ from weighin.suite import registry
 def model_of(folder: Path, state: dict[str, torch.Tensor]) -> torch.nn.Module:
     torch.save(state, folder / "weights.pt")
     spec = registry.model(f"from:{folder}/weights.pt")
-    assert (spec.title, spec.builder) == (
-        "weights.pt",
-        "weighin.models.synthesised:from_tensors",
-    )
-    return from_tensors(**spec.kwargs)
+    assert (spec.title, spec.builder) == ("weights.pt", "weighin.models.synthesised:from_tensors")
+    model = from_tensors(**spec.kwargs)
+    assert set(model.state_dict()) == set(state)
+    model.load_state_dict(state)
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
+    return model
 
 
 def test_every_key_is_a_parameter_or_a_buffer_of_its_shape_and_dtype(tmp_path: Path) -> None:
@@ -34,22 +35,13 @@ def test_every_key_is_a_parameter_or_a_buffer_of_its_shape_and_dtype(tmp_path: P
     }
     model = model_of(tmp_path, state)
     assert set(dict(model.named_parameters())) == {name for name in state if name[0] == "b"}
-    found = model.state_dict()
-    assert [(name, one.shape, one.dtype) for name, one in found.items()] != []
-    assert {name: (one.shape, one.dtype) for name, one in found.items()} == {
-        name: (one.shape, one.dtype) for name, one in state.items()
-    }
-    model.load_state_dict(state)
-    assert torch.equal(model.get_parameter("blocks.0.weight"), state["blocks.0.weight"])
+    for name, tensor in model.state_dict().items():
+        assert (tensor.shape, tensor.dtype) == (state[name].shape, state[name].dtype)
 
 
 def test_names_that_a_module_uses_itself_are_names_of_parameters(tmp_path: Path) -> None:
     names = ("type", "a.half.weight", "a.half", "training.forward", "_modules.x", "__class__.w")
-    state = {name: torch.randn(2) for name in names}
-    model = model_of(tmp_path, state)
-    assert set(model.state_dict()) == set(state)
-    model.load_state_dict(state)
-    assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
+    model_of(tmp_path, {name: torch.randn(2) for name in names})
 
 
 def test_keys_at_one_place_are_tied(tmp_path: Path) -> None:
@@ -63,13 +55,8 @@ def test_keys_at_one_place_are_tied(tmp_path: Path) -> None:
 def test_different_views_of_one_storage_are_different_tensors(tmp_path: Path) -> None:
     whole = torch.randn(6)
     state = {"whole": whole, "head": whole[:2], "tail": whole[4:], "empty": whole[:0]}
-    model = model_of(tmp_path, state)
-    assert {name: tuple(one.shape) for name, one in model.named_parameters()} == {
-        "whole": (6,),
-        "head": (2,),
-        "tail": (2,),
-        "empty": (0,),
-    }
+    found = {name: len(one) for name, one in model_of(tmp_path, state).named_parameters()}
+    assert found == {"whole": 6, "head": 2, "tail": 2, "empty": 0}
 
 
 def test_a_part_of_a_training_checkpoint_is_a_model(tmp_path: Path) -> None:
@@ -105,11 +92,6 @@ def test_a_file_that_is_no_checkpoint_or_has_no_tensor_is_an_error(tmp_path: Pat
             registry.model(f"from:{tmp_path}/{name}.pt")
 
 
-def test_a_model_from_a_checkpoint_takes_no_arguments() -> None:
-    with pytest.raises(ConfigError, match="takes no arguments"):
-        registry.model("from:a.pt", {"width": 2})
-
-
 def test_a_table_names_tensors_as_a_shell_does() -> None:
     table: dict[str, list[Any]] = {
         "layers.{0..1}.{k,v}.weight": [3, 2],
@@ -117,8 +99,7 @@ def test_a_table_names_tensors_as_a_shell_does() -> None:
     }
     model = from_table(dtype="bfloat16", tensors=table)
     found = {name: (tuple(one.shape), one.dtype) for name, one in model.named_parameters()}
-    weights = {f"layers.{number}.{name}.weight" for number in (0, 1) for name in ("k", "v")}
-    assert found == dict.fromkeys(weights, ((3, 2), torch.float32)) | {
-        "layers.1.codes": ((4,), torch.uint8)
-    }
+    weights = [f"layers.{number}.{name}.weight" for number in (0, 1) for name in "kv"]
+    wanted = dict.fromkeys(weights, ((3, 2), torch.float32))
+    assert found == wanted | {"layers.1.codes": ((4,), torch.uint8)}
     assert not model.training
