@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from weighin.stream.slices import TensorPlan
+from weighin.errors import CheckpointError
 
-PLANS = [
-    TensorPlan("a.weight", (3, 2), torch.float32),
-    TensorPlan("a.weighu", (3, 2), torch.float32),  # becomes the first one's name
-    TensorPlan("b.bias", (5,), torch.bfloat16),
-]
+STATE = {
+    "a.weight": torch.ones(3, 2),
+    "a.weighu": torch.ones(3, 2),  # becomes the first one's name
+    "b.bias": torch.ones(5, dtype=torch.bfloat16),
+}
 DATA = {  # the file in which a.weight lies, and the one that says so
     "pt": ("", None),
     "pt_legacy": ("", None),
@@ -63,6 +64,13 @@ class Given:
 
 
 Harm = Callable[[Given], object]
+
+
+def complaint(read: Callable[..., object], *arguments: Any) -> CheckpointError:
+    """Return the error with which a checkpoint is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        read(*arguments)
+    return caught.value
 
 
 def change(file: Path, old: bytes, new: bytes) -> None:
@@ -186,7 +194,7 @@ def enormous_directory(given: Given) -> None:
 
 
 def overlapping_storages(given: Given) -> None:
-    keys = pickle.dumps([str(n) for n in range(len(PLANS))], 2)
+    keys = pickle.dumps([str(n) for n in range(len(STATE))], 2)
     change(given.data, keys, keys.replace(b"X\1\0\0\0001", b"X\1\0\0\0000"))
 
 

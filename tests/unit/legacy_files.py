@@ -1,43 +1,54 @@
-"""Write files as torch before 1.6 did, which weighin reads, with the values and ties of a plan."""
+"""Write a state dict in any layout: with weighin's writers, or as torch before 1.6 did, which weighin reads."""
 
 import io
 import pickle
-from math import prod
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weighin.stream.slices import Pieces, Plans
+from weighin.checkpoint.checksum import pieces_of
+from weighin.stream.slices import TensorPlan
 from weighin.stream.torch_files import MAGIC, VERSION
-from weighin.stream.write import write as write_ours
+from weighin.stream.write import write
 
 
-def write(fmt: str, target: Path, tensors: Plans, pieces: Pieces) -> None:
-    """Write a checkpoint in a format of weighin, or in ``pt_legacy``, with storages called 0, 1, ..."""
-    if fmt != "pt_legacy":
-        write_ours(fmt, target, tensors, pieces)
+def write_state(path: Path, fmt: str, state: Mapping[str, torch.Tensor]) -> None:
+    """Write a format of weighin, or ``pt_legacy``; names of one tensor are tied."""
+    if fmt == "pt_legacy":
+        _write_legacy(path, state)
         return
-    stored = [plan for plan in tensors if plan.shared_with is None]
-    state = {plan.name: torch.empty(plan.shape, dtype=plan.dtype) for plan in stored}
-    state = {plan.name: state[plan.shared_with or plan.name] for plan in tensors}
-    keys = {state[plan.name].untyped_storage()._cdata: str(n) for n, plan in enumerate(stored)}
+    firsts: dict[tuple[Any, ...], str] = {}
+    plans = []
+    for name, one in state.items():
+        first = firsts.setdefault((one.data_ptr(), one.shape), name) if one.numel() else name
+        plan = TensorPlan(name, tuple(one.shape), one.dtype)
+        plans.append(plan if first == name else replace(plan, shared_with=first))
+    write(fmt, path, plans, lambda name: pieces_of(state[name]))
+
+
+def _write_legacy(path: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Call the storages 0, 1, ..., for files that are the same each time."""
+    stored: dict[int, Any] = {}
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
             if not isinstance(value, torch.storage.TypedStorage):
                 return None
+            stored.setdefault(value._untyped_storage._cdata, value)
+            key = [*stored].index(value._untyped_storage._cdata)
             kind = getattr(torch, value._pickle_storage_type())
-            key, numel = keys[value._untyped_storage._cdata], value._size()
-            return "storage", kind, key, "cpu", numel, None
+            return "storage", kind, str(key), "cpu", value._size(), None
 
     file = io.BytesIO()
     sizes = {"short": 2, "int": 4, "long": 4}
     system = {"protocol_version": VERSION, "little_endian": True, "type_sizes": sizes}
-    for value in (MAGIC, VERSION, system, state, list(keys.values())):
+    for value in (MAGIC, VERSION, system, dict(state)):
         Pickler(file, protocol=2).dump(value)
-    for plan in stored:
-        file.write(prod(plan.shape).to_bytes(8, "little"))
-        for piece in pieces(plan.name):
-            file.write(piece.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    target.write_bytes(file.getvalue())
+    pickle.dump([str(number) for number in range(len(stored))], file, 2)
+    for one in stored.values():
+        file.write(one._size().to_bytes(8, "little"))
+        file.write(bytes(one._untyped_storage))
+    path.write_bytes(file.getvalue())

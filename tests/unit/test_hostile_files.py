@@ -19,19 +19,20 @@ import torch
 from harms import legacy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from legacy_files import write as write_checkpoint
+from legacy_files import write_state
 
 from weighin.errors import CheckpointError
 from weighin.stream import formats, gguf_files
-from weighin.stream.slices import Slice, TensorPlan
+from weighin.stream.slices import Slice
 from weighin.units import MIB
 
-PLANS = [
-    TensorPlan("a.weight", (3, 2), torch.float32),
-    TensorPlan("b.0.half", (5,), torch.bfloat16),
-    TensorPlan("b.0.none", (0, 4), torch.bool),
-    TensorPlan("c.weight", (3, 2), torch.float32, "a.weight"),
-]
+WEIGHT = torch.ones(3, 2)
+STATE = {
+    "a.weight": WEIGHT,
+    "b.0.half": torch.ones(5, dtype=torch.bfloat16),
+    "b.0.none": torch.ones(0, 4, dtype=torch.bool),
+    "c.weight": WEIGHT,
+}
 EXTREMES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 TEXTS = (
     (b"data.pkl", b"data.pk1"), (b"a.weight", b"../../xx"), (b"a.weight", b"/etc/pas"),
@@ -46,9 +47,8 @@ LAYOUTS = (*formats.NAMES, "pt_legacy")
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("layouts")
-    values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in PLANS}
     for name in LAYOUTS:
-        write_checkpoint(name, folder / name, PLANS, lambda key: [values[key]])
+        write_state(folder / name, name, STATE)
     return {name: folder / name for name in LAYOUTS}
 
 
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_read_right_or_refused(
 
 def test_what_is_read_is_right_after_all_that(checkpoints: dict[str, Path]) -> None:
     for path in checkpoints.values():
-        assert [place.name for place in formats.read(path)] == [plan.name for plan in PLANS]
+        assert [place.name for place in formats.read(path)] == [*STATE]
 
 
 BOMBS = {
@@ -241,7 +241,7 @@ def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints: dict[str, Path
     sound = path.read_bytes()
     at = sound.index(b"fqn\x94") + 4
     path.write_bytes(sound[:at] + b"}0" + sound[at:])  # an empty dict, taken away again
-    assert len(formats.read(checkpoints["dcp"])) == len(PLANS)
+    assert len(formats.read(checkpoints["dcp"])) == len(STATE)
     end = sound.index(b"\x8c\x06offset", at)
     path.write_bytes(sound[:at] + b"}" + sound[end:])
     with pytest.raises(CheckpointError):

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from legacy_files import write as write_checkpoint
+from legacy_files import write_state
 
 from weighin.errors import CheckpointError
 from weighin.stream import pickles, torch_files
-from weighin.stream.slices import TensorPlan
 
 torch.manual_seed(0)
 EMBEDDING = torch.randn(100, 7)
@@ -32,19 +31,11 @@ def save(value: object, path: Path) -> None:
     torch.save(value, path, _use_new_zipfile_serialization=False)
 
 
-def write(path: Path) -> None:
-    plans = [
-        TensorPlan(name, tuple(t.shape), t.dtype, "embedding" if name == "head" else None)
-        for name, t in STATE.items()
-    ]
-    write_checkpoint("pt_legacy", path, plans, lambda name: [STATE[name]])
-
-
 @pytest.mark.parametrize("ours", [True, False])
 def test_slices_lead_to_the_values(tmp_path: Path, ours: bool) -> None:
     path = tmp_path / "model.pth"
     state = STATE if ours else STATE | {"view": EMBEDDING.t()[2:5]}
-    write(path) if ours else save(state, path)
+    write_state(path, "pt_legacy", state) if ours else save(state, path)
     data = path.read_bytes()
     places = {place.name: place for place in torch_files.read(path)}
     assert list(places) == list(state)
