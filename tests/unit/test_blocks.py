@@ -1,56 +1,91 @@
-"""Streaming of what several ranks saved in blocks: the right tensor, in place, in little memory."""
+"""dcp: torch's own loader reads what we write, we read what torch writes, and run none of it.
+
+What several ranks saved in blocks becomes the right tensor, in place, in little memory.
+"""
 
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fork_server import ForkServer
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from harms import complaint
+from state_files import assert_same, read_state, write_state
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from weighin.errors import CheckpointError
 from weighin.stream import filling, formats
 from weighin.stream.bytes import PIECE_BYTES, Readers, allocate
 from weighin.stream.model import Granularity, load_streaming
+from weighin.stream.pretrained_library import Selection
 from weighin.stream.slices import Checkpoint, Slice
 from weighin.units import MIB
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:.*TypedStorage")
+
 Cut = Callable[[torch.Tensor], list[tuple[tuple[int, ...], torch.Tensor]]]
-PEAK_SOURCE = """
-import sys, threading, time, torch
-from pathlib import Path
+SETUP = """
+import torch
 from weighin.stream.model import load_streaming
-
-def anonymous():
-    for line in open("/proc/self/status"):
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-
 model = lambda: torch.nn.Linear(4096, 8192, bias=False)
-start, peak, ended = anonymous(), 0, False
-def watch():
-    global peak
-    while not ended:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-
-thread = threading.Thread(target=watch, daemon=True); thread.start()
-load_streaming(model, sys.argv[1], dtype=getattr(torch, sys.argv[2]))
-ended = True
-thread.join()
-print(max(peak, anonymous()) - start)  # the last look may precede the last pages
 """
+LOAD = "load_streaming(model, sys.argv[1], dtype=getattr(torch, sys.argv[2]))"
+
+
+STATE = {
+    "b": torch.randn(10, 7, generator=torch.Generator().manual_seed(0)),
+    "a.half": torch.arange(33.0).to(torch.bfloat16),
+    "empty": torch.empty(0, 4),
+    "scalar": torch.tensor(3),
+}
+STATE["tied"] = STATE["b"]
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    write_state(tmp_path / "ours", "dcp", STATE)
+    return tmp_path / "ours"
+
+
+def read_by_torch(folder: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {name: torch.zeros_like(one) for name, one in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(found, storage_reader=FileSystemReader(folder))
+    return found
+
+
+def test_torch_loads_what_we_write(ours: Path) -> None:
+    assert_same(read_by_torch(ours, STATE), STATE)
+    assert sorted(file.name for file in ours.iterdir()) == [".metadata", "__0_0.distcp"]
+
+
+def test_tied_keys_are_stored_once_and_values_are_aligned(ours: Path) -> None:
+    places = {one.name: one for one in formats.read(ours)}
+    assert places["tied"].offset == places["b"].offset
+    assert all(one.offset % 64 == 0 for one in places.values())
+
+
+@pytest.mark.parametrize("single_file", [True, False])
+def test_we_read_what_torch_writes(tmp_path: Path, single_file: bool) -> None:
+    folder = tmp_path / "theirs"
+    save(STATE, storage_writer=FileSystemWriter(folder, single_file_per_rank=single_file))
+    assert formats.detect(folder) == "dcp"
+    assert_same(read_state(folder), STATE)
+    assert {one.file for one in formats.read(folder)} <= set(formats.files(folder))
 
 
 def tiles(*counts: int) -> Cut:
@@ -77,30 +112,35 @@ def turned(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     ]
 
 
+def changed(folder: Path, harm: Callable[[Any], object]) -> None:
+    """Change what .metadata says."""
+    metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    harm(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def write(folder: Path, state: dict[str, torch.Tensor], cut: Cut) -> Path:
     """Write a checkpoint as several ranks would: each block of each tensor at a place of its own."""
-    cuts = {name: cut(tensor) if tensor.ndim > 1 else [] for name, tensor in state.items()}
-    stored = {name: tensor for name, tensor in state.items() if not cuts[name]}
+    cuts = {name: cut(tensor) for name, tensor in state.items() if tensor.ndim > 1}
+    stored = {name: tensor for name, tensor in state.items() if name not in cuts}
     for name, found in cuts.items():
         stored |= {f"{name}#{number}": block for number, (_, block) in enumerate(found)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save(stored, storage_writer=FileSystemWriter(folder))
-    metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
-    tensors, places = metadata.state_dict_metadata, metadata.storage_data
-    at = {index.fqn: index for index in places}
-    for name, found in cuts.items():
-        chunks = []
-        for number, (start, block) in enumerate(found):
-            key = f"{name}#{number}"
-            described = tensors.pop(key)
-            places[MetadataIndex(name, torch.Size(start), number)] = places.pop(at[key])
-            chunks.append(ChunkStorageMetadata(torch.Size(start), block.shape))
-        if chunks:
-            assert isinstance(described, TensorStorageMetadata)
+    save(stored, storage_writer=FileSystemWriter(folder))
+
+    def join(metadata: Any) -> None:
+        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        at = {index.fqn: index for index in places}
+        for name, found in cuts.items():
+            chunks = []
+            for number, (start, block) in enumerate(found):
+                described = tensors.pop(f"{name}#{number}")
+                place = places.pop(at[f"{name}#{number}"])
+                places[MetadataIndex(name, torch.Size(start), number)] = place
+                chunks.append(ChunkStorageMetadata(torch.Size(start), block.shape))
             described.size, described.chunks = state[name].shape, chunks
             tensors[name] = described
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    changed(folder, join)
     return folder
 
 
@@ -132,44 +172,33 @@ def test_blocks_become_the_tensor_that_they_tile(
     assert all(len(one.parts) > 1 for one in formats.read(path) if len(one.shape) > 1)
     monkeypatch.setattr(filling, "_readers", lambda *_: Readers(2, most, late=True))
     found = load_streaming(Model, path).state_dict()
-    for key, tensor in right.items():
-        assert torch.equal(found[key], tensor), key
-        assert found[key].is_contiguous()
+    assert_same(found, right)
+    assert all(one.is_contiguous() for one in found.values())
 
 
 @pytest.mark.parametrize("granularity", ["all", "module", "tensor"])
 def test_blocks_are_converted_on_the_way(tmp_path: Path, granularity: Granularity) -> None:
-    right = Model().state_dict()
-    path = write(tmp_path / "split", right, tiles(2, 3))
+    path = write(tmp_path / "split", Model().state_dict(), tiles(2, 3))
     model = load_streaming(Model, path, dtype=torch.bfloat16, granularity=granularity, threads=1)
-    for key, tensor in right.items():
-        kind = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
-        assert torch.equal(model.state_dict()[key], tensor.to(kind)), key
-
-
-def test_memory_that_is_there_is_filled_where_it_is(tmp_path: Path) -> None:
-    path = write(tmp_path / "split", Model().state_dict(), tiles(1, 4))
-    model = Model()
-    with torch.no_grad():
-        model.linear.weight.zero_()
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    load_streaming(model, path)
-    assert before == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    assert torch.equal(model.linear.weight, Model().linear.weight)
+    assert_same(model.state_dict(), Model().bfloat16().state_dict())
 
 
 def test_names_of_the_same_blocks_stay_tied(tmp_path: Path) -> None:
-    path = write(tmp_path / "split", {"0.weight": torch.arange(35.0).reshape(5, 7)}, tiles(1, 2))
-    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
-    metadata.state_dict_metadata["1.weight"] = metadata.state_dict_metadata["0.weight"]
-    for index, place in list(metadata.storage_data.items()):
-        metadata.storage_data[MetadataIndex("1.weight", index.offset, index.index)] = place
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    weight = torch.arange(35.0).reshape(5, 7)
+    path = write(tmp_path / "split", {"0.weight": weight}, tiles(1, 2))
+
+    def tie(metadata: Any) -> None:
+        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        tensors["1.weight"] = tensors["0.weight"]
+        for index, place in [*places.items()]:
+            places[MetadataIndex("1.weight", index.offset, index.index)] = place
+
+    changed(path, tie)
     model = torch.nn.Sequential(*(torch.nn.Linear(7, 5, bias=False) for _ in "ab"))
     model[1].weight = model[0].weight
     load_streaming(model, path)
     assert model[1].weight is model[0].weight
-    assert torch.equal(model.get_parameter("0.weight"), torch.arange(35.0).reshape(5, 7))
+    assert torch.equal(model.get_parameter("0.weight"), weight)
 
 
 def test_blocks_with_gaps_become_the_tensor(
@@ -184,30 +213,17 @@ def test_blocks_with_gaps_become_the_tensor(
     assert torch.equal(model.get_parameter("weight"), torch.arange(16.0).view(4, 4))
 
 
-def test_a_file_of_blocks_that_ends_too_early_is_named_before_anything_is_read(
-    tmp_path: Path,
-) -> None:
-    path = write(tmp_path / "split", Model().state_dict(), tiles(2, 2))
-    file = path / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-    model = Model()
-    before = model.linear.weight.clone()
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: truncated: "):
-        load_streaming(model, path)
-    assert torch.equal(model.linear.weight, before)
-
-
-@pytest.mark.parametrize(("dtype", "mib"), [("float32", 128), ("bfloat16", 64)])
-@pytest.mark.parametrize("cut", [tiles(3), tiles(1, 3)], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    ("cut", "dtype", "mib"),
+    [(tiles(3), "float32", 128), (tiles(1, 3), "float32", 128), (tiles(1, 3), "bfloat16", 64)],
+    ids=["rows", "columns", "columns in bfloat16"],
+)
 def test_blocks_take_no_more_memory_than_the_model(
     tmp_path: Path, cut: Cut, dtype: str, mib: int, torch_fork_server: ForkServer
 ) -> None:
-    state = {"weight": torch.zeros(8192, 4096)}  # 128 MiB
-    path = write(tmp_path / "split", state, cut)
-    done = torch_fork_server.run(PEAK_SOURCE, path, dtype)
-    assert done.returncode == 0, done.stderr
-    # The load also gives the kernel some MiB of the heap that the imports before it had left.
-    assert (mib - 8) * MIB < int(done.stdout) < mib * 1.01 * MIB + 16 * MIB
+    path = write(tmp_path / "split", {"weight": torch.zeros(8192, 4096)}, cut)  # 128 MiB
+    peak = torch_fork_server.peak_of(SETUP, LOAD, path, dtype)
+    assert 0 < peak < mib * 1.01 * MIB + 16 * MIB
 
 
 @pytest.mark.parametrize(("offset", "lead"), [(0, 0), (4096 + 72, 64), (8192, 0), (74, 64)])
@@ -218,3 +234,111 @@ def test_memory_begins_where_its_stretch_begins_in_a_page_of_the_file(
     memory = allocate(MIB, torch.float32, torch.device("cpu"), offset)
     assert memory.data_ptr() % (2 * MIB) == lead
     assert memory.fill_(1).sum() == MIB
+
+
+# Metadata that lie
+
+
+NO_METADATA = {
+    "nothing": b"",
+    "garbage": b"garbage",
+    "None": b"\x80\x04N.",
+    "a memo of 2**31 places": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "attributes for a class": b"\x80\x04ctorch\nSize\n}\x8c\x01ak\x01s\x86b.",
+    "100,000 marks": b"(" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", NO_METADATA.values(), ids=NO_METADATA)
+def test_what_is_no_metadata_is_refused_in_little_memory(ours: Path, text: bytes) -> None:
+    (ours / ".metadata").write_bytes(text)
+    message = complaint(formats.read, ours).message
+    assert re.search(r"\.metadata: (damaged|the pickle from byte 0 cannot be read)", message)
+
+
+def test_a_path_in_the_metadata_that_takes_for_ever_to_print_is_not_printed(ours: Path) -> None:
+    nested: object = "a"
+    for _ in range(100):
+        nested = (nested, nested)
+
+    changed(ours, lambda metadata: vars(metadata).update(planner_data={"b": (nested, "b")}))
+    assert len(formats.read(ours)) == 5
+
+
+@pytest.mark.parametrize("chunks", [5, True, None])
+def test_chunks_that_are_no_list_are_refused(ours: Path, chunks: object) -> None:
+    changed(ours, lambda metadata: vars(metadata.state_dict_metadata["b"]).update(chunks=chunks))
+    assert "the parts of 'b' leave a gap" in complaint(formats.read, ours).message
+
+
+def test_the_advice_names_the_outer_key_of_a_list(ours: Path) -> None:
+    def harm(metadata: Any) -> None:
+        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        tensors["models.1.w"] = tensors.pop("b")
+        (index,) = [one for one in places if one.fqn == "b"]
+        places[MetadataIndex("models.1.w", index.offset, index.index)] = places.pop(index)
+        tensors["step"] = BytesStorageMetadata()
+        metadata.planner_data = {"models.1.w": ("models", 1, "w")}
+
+    changed(ours, harm)
+    assert complaint(formats.read, ours).repair.startswith(
+        "select the weights: --key models (280 B); "
+    )
+    assert [one.name for one in formats.read(ours, Selection("models.1"))] == ["w"]
+
+
+GRID = torch.arange(70.0).reshape(10, 7)
+
+
+def three(_: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Halve the rows, and cut the lower half in two."""
+    parts = ((0, 0), GRID[:5]), ((5, 0), GRID[5:, :3]), ((5, 3), GRID[5:, 3:])
+    return [(start, part.contiguous()) for start, part in parts]
+
+
+def test_a_tensor_in_several_blocks_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    state = {"b": GRID, "whole": torch.tensor([1, 2, 3])}
+    path = write(tmp_path / "split", state, three)
+    found = read_state(path)
+    assert found.keys() == state.keys()
+    assert torch.equal(found["b"], GRID)
+    theirs = read_by_torch(path, state)
+    assert all(torch.equal(theirs[name], one) for name, one in found.items())
+
+
+def last_block(start: tuple[int, ...] = (), shape: tuple[int, ...] = (5, 4)) -> Any:
+    """Return what says of the last block that it is elsewhere, or not there."""
+
+    def harm(metadata: Any) -> None:
+        chunks, places = metadata.state_dict_metadata["b"].chunks, metadata.storage_data
+        (index,) = [one for one in places if one.offset == torch.Size([5, 3])]
+        place, _ = places.pop(index), chunks.pop()
+        if start:
+            places[MetadataIndex("b", torch.Size(start), 2)] = place
+            chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(shape)))
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (last_block(), "the parts of 'b' leave a gap in (10, 7)"),
+        (last_block((4, 3)), "the parts of 'b' at (0, 0) and (4, 3) overlap"),
+        (last_block((5, 2)), "the parts of 'b' at (5, 0) and (5, 2) overlap"),
+        (last_block((5, 4)), "the part of 'b' at (5, 4) is outside the shape (10, 7)"),
+        (last_block((5, 3), (5, 3)), "the parts of 'b' leave a gap in (10, 7)"),
+        (last_block((5,), (20,)), "the part of 'b' at (5,) is outside the shape (10, 7)"),
+        (last_block((2**62, 3)), "is outside the shape (10, 7)"),
+        (last_block((-1, 3)), "'b' is not described as a tensor"),
+    ],
+    ids=["gone", "above", "left", "right", "narrow", "flat", "far away", "negative"],
+)
+def test_blocks_that_do_not_tile_their_tensor_are_refused(
+    tmp_path: Path, harm: Callable[[Any], object], message: str
+) -> None:
+    path = write(tmp_path / "split", {"b": GRID}, three)
+    changed(path, harm)
+    error = complaint(formats.read, path)
+    assert error.message.startswith(str(path / ".metadata"))
+    assert message in error.message

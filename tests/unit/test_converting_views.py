@@ -60,6 +60,7 @@ def test_views_are_converted_to_their_values(
         wanted = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
         assert back[name].dtype == wanted.dtype, name
         assert torch.equal(back[name], wanted), name
+        assert back[name].is_contiguous(), name
 
 
 def test_an_expanded_tensor_may_be_longer_than_a_piece(tmp_path: Path) -> None:

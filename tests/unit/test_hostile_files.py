@@ -19,7 +19,7 @@ import torch
 from harms import legacy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from legacy_files import write_state
+from state_files import write_state
 
 from weighin.errors import CheckpointError
 from weighin.stream import formats, gguf_files

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harms import DATA, HARMS, STATE, Given, Harm, complaint
-from legacy_files import write_state
+from state_files import write_state
 
 from weighin.checkpoint.convert import Conversion
 from weighin.stream import formats

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from harms import complaint
-from legacy_files import write_state
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
+from state_files import write_state
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.stream import safetensors_files

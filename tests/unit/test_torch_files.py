@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harms import complaint, first_archive, legacy
-from legacy_files import write_state
+from state_files import write_state
 
 from weighin.errors import CheckpointError
 from weighin.stream import pickles, torch_files

@@ -18,12 +18,12 @@ import torch
 from harms import complaint
 from hypothesis import given
 from hypothesis import strategies as st
+from state_files import assert_same, read_state
 from training_runs import Model, classes, small_model, write_universal, write_zero
 
-from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, HarnessError
 from weighin.stream import formats
-from weighin.stream.pretrained_library import WHOLE, Selection
+from weighin.stream.pretrained_library import Selection
 from weighin.stream.slices import Slice
 from weighin.stream.zero import boxes, laid_out
 
@@ -34,22 +34,6 @@ FIRST = "mp_rank_00_model_states.pt"
 def model() -> Model:
     torch.manual_seed(0)
     return small_model()
-
-
-def tensors(path: Path, selection: Selection = WHOLE) -> dict[str, torch.Tensor]:
-    found = {}
-    for one in formats.read(path, selection):
-        pieces = [piece.clone() for piece in read_pieces(one)]
-        flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=one.dtype)
-        found[one.name] = flat.reshape(one.shape)
-    return found
-
-
-def check(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
-    assert list(found) == list(truth)
-    for name, one in truth.items():
-        assert found[name].dtype == one.dtype, name
-        assert torch.equal(found[name], one), name
 
 
 def refusal(path: Path) -> str:
@@ -86,8 +70,8 @@ def test_flat_tensors_that_are_too_short_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_is_read_as_one_model(tmp_path: Path, model: Model, stage: int, ranks: int) -> None:
     step = write_zero(tmp_path / "run", model, stage, ranks, alignment=4)
-    check(tensors(step), model.truth)
-    check(tensors(tmp_path / "run"), model.truth)
+    assert_same(read_state(step), model.truth)
+    assert_same(read_state(tmp_path / "run"), model.truth)
     assert formats.detect(tmp_path / "run") == "deepspeed"
     assert {one.file for one in formats.read(step)} <= set(formats.files(step))
 
@@ -97,7 +81,7 @@ def test_a_universal_checkpoint_without_model_states_has_its_weights(
 ) -> None:
     step = write_universal(tmp_path / "run", model, 1, 1)
     (step / FIRST).unlink()
-    found = tensors(step)
+    found = read_state(step)
     assert found.keys() == model.trained.keys()
     assert all(torch.equal(found[name], one) for name, one in model.trained.items())
 
@@ -105,12 +89,12 @@ def test_a_universal_checkpoint_without_model_states_has_its_weights(
 def test_a_group_of_many_parameters_is_read(tmp_path: Path) -> None:
     many = {f"layers.{number}.weight": torch.randn(3) for number in range(70)}
     step = write_zero(tmp_path / "run", Model([many]), 2, 2, alignment=4)
-    check(tensors(step), many)
+    assert_same(read_state(step), many)
 
 
 def test_a_trained_part_can_be_selected(tmp_path: Path, model: Model) -> None:
     write_zero(tmp_path / "run", model, 3, 2)
-    assert list(tensors(tmp_path / "run", Selection("layers.0"))) == ["weight", "bias"]
+    assert list(read_state(tmp_path / "run", Selection("layers.0"))) == ["weight", "bias"]
 
 
 def test_model_states_of_other_ranks_are_not_needed_without_frozen_weights(
@@ -119,7 +103,7 @@ def test_model_states_of_other_ranks_are_not_needed_without_frozen_weights(
     model = replace(model, frozen={})
     step = write_zero(tmp_path / "run", model, 3, 3)
     (step / f"zero_pp_rank_2_{FIRST}").unlink()
-    check(tensors(step), model.truth)
+    assert_same(read_state(step), model.truth)
 
 
 def test_model_states_without_shapes_need_no_optimizer_states(tmp_path: Path, model: Model) -> None:
@@ -266,7 +250,7 @@ def test_values_that_take_for_ever_to_hash_or_compare_are_passed_over(
     step = write_zero(tmp_path / "run", model, 2, 2)
     states = torch.load(step / FIRST, weights_only=False)
     torch.save(states | {"buffer_names": [endless()]}, step / FIRST)
-    assert tensors(step)
+    assert read_state(step)
     state = {"single_partition_of_fp32_groups": [torch.ones(2)]}
     counts = {"partition_count": [endless(), endless()]}
     torch.save({"optimizer_state_dict": state | counts}, step / share(0))
@@ -294,7 +278,7 @@ def test_a_damaged_file_is_an_error_of_the_checkpoint(
                 harmed[draw.randrange(len(harmed))] = draw.randrange(256)
             file.write_bytes(harmed[: draw.choice([None, draw.randrange(len(harmed))])])
             with suppress(CheckpointError):
-                tensors(step)
+                read_state(step)
         file.write_bytes(sound)
 
 
@@ -319,6 +303,6 @@ def test_odd_model_states_are_an_error_of_the_checkpoint(
     key, value = ODD[odd]
     torch.save(torch.load(file, weights_only=False) | {key: value}, file)
     if (odd, stage) == ("frozen without a share", 2):
-        assert tensors(step)
+        assert read_state(step)
     else:
         assert str(step) in refusal(step)

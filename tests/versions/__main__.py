@@ -28,7 +28,7 @@ FOLDER: Final = ROOT / ".venv-versions"
 PAIRS: Final = "oldest:3.11 newest:3.13"
 TESTED: Final = (
     "torch_files", "blocks", "skeleton", "cache", "checkpoint_files", "checksum", "contract", "convert",
-    "converting_views", "dcp", "deferred", "dtypes", "hostile_files", "hostile_matrix", "inspect",
+    "converting_views", "deferred", "dtypes", "hostile_files", "hostile_matrix", "inspect",
     "formats", "generate", "measure", "models", "predict", "predict_allocator",
     "predict_heap", "predict_tables", "registry", "safetensors_layout", "saving", "snippet",
     "strategy_options", "load_streaming", "streaming_reads", "selection", "synthesised", "loaders",

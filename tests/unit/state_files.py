@@ -1,4 +1,4 @@
-"""Write a state dict in any layout: with weighin's writers, or as torch before 1.6 did, which weighin reads."""
+"""State dicts in files of any layout: written by weighin, or as torch did before 1.6, and read by weighin."""
 
 import io
 import pickle
@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from weighin.checkpoint.checksum import pieces_of
+from weighin.checkpoint.reader import read_pieces
+from weighin.stream import formats
+from weighin.stream.pretrained_library import WHOLE, Selection
 from weighin.stream.slices import TensorPlan
 from weighin.stream.torch_files import MAGIC, VERSION
 from weighin.stream.write import write
@@ -52,3 +55,21 @@ def _write_legacy(path: Path, state: Mapping[str, torch.Tensor]) -> None:
         file.write(one._size().to_bytes(8, "little"))
         file.write(bytes(one._untyped_storage))
     path.write_bytes(file.getvalue())
+
+
+def read_state(path: Path, selection: Selection = WHOLE) -> dict[str, torch.Tensor]:
+    """Read each tensor of a checkpoint, piece by piece."""
+    found = {}
+    for one in formats.read(path, selection):
+        pieces = [piece.reshape(-1).clone() for piece in read_pieces(one)]
+        flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=one.dtype)
+        found[one.name] = flat.reshape(one.shape)
+    return found
+
+
+def assert_same(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> None:
+    """Compare names in their order, dtypes and values."""
+    assert list(found) == list(right)
+    for name, one in right.items():
+        assert found[name].dtype == one.dtype, name
+        assert torch.equal(found[name], one), name
