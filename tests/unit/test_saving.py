@@ -12,9 +12,9 @@ import torch
 from factories import make_cell, make_result
 from fakes import FakeRunning, done, event, loaded, phase
 from scripts import BASELINE, watched
-from test_verify import Model, manifest_of
 from torch import nn
 from torch.serialization import set_crc32_options
+from worker_jobs import Model, manifest_of
 
 from weighin.checkpoint.manifest import Kind, Manifest
 from weighin.cli import _progress

@@ -1,10 +1,12 @@
 """Test that modules are loaded from the same state dicts, in the same order, as by torch's own walk."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from state_files import assert_same
 from torch import nn
 
 from weighin.errors import CheckpointError
@@ -68,54 +70,51 @@ def by_torch(target: nn.Module, path: Path) -> None:
     target.load_state_dict(torch.load(path))
 
 
-def changed(change: str) -> dict[str, Any]:
-    """Return the model's state dict after a change."""
+def rename(state: Any) -> None:
+    for leaf in ("weight", "bias"):
+        state[f"a.b.old.{leaf}"] = state.pop(f"a.b.a.{leaf}")
+
+
+def drop_and_add(state: Any) -> None:
+    for key in ("last.bias", "ab.3.weight", "a.a.weight", "a.b.norm.running_var"):
+        del state[key]
+    odd = ("a", "a.", "a..b", "abc.weight", "a.b.x.y", "a.a.more", "ab.12.weight", ".")
+    state.update(dict.fromkeys((*odd, "ab.3.weight.x"), torch.ones(1)))
+
+
+def reshape(state: Any) -> None:
+    state.update({"a.a_b.weight": torch.ones(3, 1), "ab.7.weight": torch.ones(1)})
+
+
+def mark(state: Any) -> None:
+    state._metadata["a.a"] = {"version": 1, "assign_to_params_buffers": True}
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": list,
+    "a renamed child": rename,
+    "missing and unexpected": drop_and_add,
+    "other shapes": reshape,
+    "a marked module": mark,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_walk_gives_what_torch_gives(change: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     state: Any = model([]).state_dict()
     for key, value in state.items():
         if value.is_floating_point():
             state[key] = torch.randn(value.shape)
-    if change == "a renamed child":
-        for leaf in ("weight", "bias"):
-            state[f"a.b.old.{leaf}"] = state.pop(f"a.b.a.{leaf}")
-    elif change == "missing and unexpected":
-        for key in ("last.bias", "ab.3.weight", "a.a.weight", "a.b.norm.running_var"):
-            del state[key]
-        for key in (
-            "a",
-            "a.",
-            "a..b",
-            "abc.weight",
-            "a.b.x.y",
-            "a.a.more",
-            "ab.12.weight",
-            ".",
-            "ab.3.weight.x",
-        ):
-            state[key] = torch.ones(1)
-    elif change == "other shapes":
-        state["a.a_b.weight"] = torch.ones(3, 1)
-        state["ab.7.weight"] = torch.ones(1)
-    elif change == "a marked module":
-        state._metadata["a.a"] = {"version": 1, "assign_to_params_buffers": True}
-    return state  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    "change",
-    ["nothing", "a renamed child", "missing and unexpected", "other shapes", "a marked module"],
-)
-def test_the_walk_gives_what_torch_gives(change: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.save(changed(change), path)
+    CHANGES[change](state)
+    torch.save(state, path := tmp_path / "model.pt")
     calls, error, expected = outcome(by_torch, path)
     found_calls, found_error, found = outcome(load_streaming, path)
     assert found_calls == calls
     assert found_error == error
+    assert bool(error) == (change in ("missing and unexpected", "other shapes"))
     if not error:
-        wanted = expected.state_dict()
-        for key, value in found.state_dict().items():
-            assert torch.equal(value, wanted[key]), key
+        assert_same(found.state_dict(), expected.state_dict())
 
 
 def test_a_load_counts_as_one_change_of_each_tensor(tmp_path: Path) -> None:

@@ -1,38 +1,27 @@
 """Files of tensorizer's own format: the package writes them, its strategy loads them, nothing else does."""
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from harms import complaint
+from state_files import write_state
+from worker_jobs import checked_load
 
 from weighin import install
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache, truth
-from weighin.checkpoint.checksum import pieces_of
-from weighin.errors import CheckpointError, ConfigError, FormatLimit
+from weighin.errors import ConfigError, FormatLimit
 from weighin.stream import formats
 from weighin.stream import write as writing
-from weighin.stream.construct import resolve_builder
-from weighin.stream.slices import TensorPlan
-from weighin.stream.write import write as write_file
-from weighin.suite import registry
-from weighin.worker import loading
-from weighin.worker.loading import Load, import_strategy
 
 SPEC = ModelSpec(
     "tied",
     "weighin.models.tied:tied",
     {"vocab_size": 64, "emb_dim": 8, "n_layers": 2, "n_heads": 2},
 )
-
-
-class NoPhases:
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -45,17 +34,14 @@ def state() -> dict[str, torch.Tensor]:
     }
 
 
-def write(path: Path, values: dict[str, torch.Tensor]) -> None:
-    plans = [TensorPlan(name, tuple(one.shape), one.dtype) for name, one in values.items()]
-    write_file("tensorizer", path, plans, lambda name: pieces_of(values[name]))
+def package() -> Any:
+    return pytest.importorskip("tensorizer", reason=install.command("loaders"))
 
 
 def test_the_package_reads_the_values_that_were_written(tmp_path: Path) -> None:
-    package = pytest.importorskip("tensorizer", reason=install.command("loaders"))
-    torch.manual_seed(0)
-    values = state()
-    write(tmp_path / "m.tensors", values)
-    with package.TensorDeserializer(str(tmp_path / "m.tensors"), "cpu", verify_hash=True) as opened:
+    reader, values = package().TensorDeserializer, state()
+    write_state(tmp_path / "m.tensors", "tensorizer", values)
+    with reader(str(tmp_path / "m.tensors"), "cpu", verify_hash=True) as opened:
         found = {name: opened[name].detach() for name in opened}
     assert list(found) == list(values)
     for name, value in values.items():
@@ -63,28 +49,17 @@ def test_the_package_reads_the_values_that_were_written(tmp_path: Path) -> None:
         assert torch.equal(found[name].double(), value.double())
 
 
-@pytest.mark.parametrize("options", [{}, {"num_readers": 2, "verify_hash": True}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {"num_readers": 2, "verify_hash": True}), (torch.bfloat16, {})],
+)
 def test_the_strategy_loads_a_tied_model_with_the_right_values(
-    tmp_path: Path, options: dict[str, Any], dtype: torch.dtype
+    tmp_path: Path, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    pytest.importorskip("tensorizer", reason=install.command("loaders"))
+    package()
     made = truth.make(SPEC, seed=0, fmt="tensorizer", folder=tmp_path)
-    cpu = torch.device("cpu")
     path = formats.checkpoint_in(tmp_path, "tensorizer")
-    load = Load(
-        path,
-        cpu,
-        dtype,
-        MappingProxyType(options),
-        SPEC,
-        resolve_builder(SPEC.builder),
-        NoPhases(),
-    )
-    model = import_strategy(registry.strategy("tensorizer").path)(load)
-    tensors = loading.named_tensors(model)
-    loading.check_structure(tensors, made, cpu, dtype)
-    loading.check_values(loading.touch(tensors), made, dtype)
+    checked_load(SPEC, path, made, dtype, "tensorizer", **options)
     assert formats.detect(path) == "tensorizer"
     assert formats.files(path) == [path]
 
@@ -96,32 +71,30 @@ def test_our_names_of_formats_leave_it_out() -> None:
 
 def test_a_users_own_file_is_refused_with_the_repair(tmp_path: Path) -> None:
     (path := tmp_path / "mine.tensors").write_bytes(b"|TZR|" + bytes(64))
-    with pytest.raises(CheckpointError) as caught:
-        cache.ensure(SPEC, "tensorizer", checkpoint=path)
-    assert caught.value.message == (
+    error = complaint(lambda: cache.ensure(SPEC, "tensorizer", checkpoint=path))
+    assert error.message == (
         f"{path}: a file of tensorizer's format, which only the package tensorizer reads"
     )
-    assert "give the checkpoint from which this file was made" in caught.value.repair
+    assert "give the checkpoint from which this file was made" in error.repair
 
 
 def test_too_many_names_for_the_index_are_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("tensorizer", reason=install.command("loaders"))
-    plans = [TensorPlan(f"layers.{n}.weight", (1,), torch.float32) for n in range(6_000)]
+    package()
+    values = {f"layers.{n}.weight": torch.ones(1) for n in range(6_000)}
     with pytest.raises(FormatLimit, match="the names of 6,000 tensors take up to"):
-        write_file("tensorizer", tmp_path / "m.tensors", plans, lambda name: [torch.ones(1)])
+        write_state(tmp_path / "m.tensors", "tensorizer", values)
     assert not list(tmp_path.iterdir())
 
 
 def test_names_that_just_fit_into_the_index_are_written(tmp_path: Path) -> None:
-    package = pytest.importorskip("tensorizer", reason=install.command("loaders"))
+    reader = package().TensorDeserializer
     each = writing._TENSORIZER_ENTRY_BYTES + len("torch.bfloat16") + 4 * 3
     names = [f"{n:01000}" for n in range(writing._TENSORIZER_INDEX_BYTES // (each + 1000))]
-    write(
-        tmp_path / "m.tensors", {name: torch.ones(1, 1, 1, dtype=torch.bfloat16) for name in names}
-    )
-    with package.TensorDeserializer(str(tmp_path / "m.tensors"), "cpu") as opened:
+    values = {name: torch.ones(1, 1, 1, dtype=torch.bfloat16) for name in names}
+    write_state(tmp_path / "m.tensors", "tensorizer", values)
+    with reader(str(tmp_path / "m.tensors"), "cpu") as opened:
         assert list(opened) == names
 
 
@@ -130,6 +103,6 @@ def test_without_the_package_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorizer", None)
     with pytest.raises(ConfigError) as caught:
-        write(tmp_path / "m.tensors", state())
+        write_state(tmp_path / "m.tensors", "tensorizer", state())
     assert caught.value.repair == install.command("loaders")
     assert not list(tmp_path.iterdir())

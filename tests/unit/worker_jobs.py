@@ -1,14 +1,17 @@
 """What a strategy sees of its cell, outside of a worker, and the checks of a worker."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint.manifest import Manifest
+from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.stream.construct import resolve_builder
 from weighin.suite import registry
 from weighin.worker import loading
@@ -37,3 +40,44 @@ def checked_load(
     loading.check_structure(tensors, manifest, cpu, dtype)
     loading.check_values(loading.touch(tensors), manifest, dtype)
     return tensors
+
+
+HALVES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Model(nn.Module):
+    """A tied head, a persistent mask and a step count that is no floating-point number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.arange(4.0))
+        self.register_buffer("step", torch.tensor(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+def manifest_of(model: nn.Module, others: Iterable[str] = ()) -> Manifest:
+    """Return the manifest of the values that a model has."""
+
+    def entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+        floating = tensor.is_floating_point()
+        own = str(tensor.dtype).removeprefix("torch.")
+        kinds = HALVES if floating else {own: tensor.dtype}
+        return TensorEntry(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=own,
+            bytes=tensor.nbytes,
+            kind="parameter",
+            shared_with="embedding.weight" if name == "head.weight" else None,
+            checksums={kind: checksum(tensor.to(dtype)) for kind, dtype in kinds.items()},
+        )
+
+    tensors = loading.named_tensors(model, others)
+    return Manifest("m", "a:b", "seed 0", tuple(entry(*item) for item in tensors.items()))
