@@ -16,19 +16,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from harms import complaint
+from state_files import assert_same, read_state
 
-from weighin.checkpoint.reader import read_pieces
-from weighin.errors import CheckpointError
 from weighin.stream import formats
 from weighin.units import MIB
 
 STATE = {"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.ones(3)}
-
-
-def refusal(path: Path) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        formats.read(path)
-    return caught.value
 
 
 def saved() -> bytes:
@@ -43,6 +37,14 @@ def linear() -> torch.nn.Module:
     return model.eval()
 
 
+def zipped(records: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as target:
+        for name, content in records.items():
+            target.writestr(name, content)
+    return file.getvalue()
+
+
 def script(path: Path) -> None:
     torch.jit.save(torch.jit.trace(linear(), torch.zeros(2, 4)), path)
 
@@ -53,15 +55,13 @@ def exported(path: Path) -> None:
 
 def arrays(path: Path) -> None:
     with path.open("wb") as file:
-        arrays = {name: one.numpy() for name, one in STATE.items()}
-        numpy.savez(file, **arrays)  # type: ignore[arg-type]
+        numpy.savez(file, **{name: one.numpy() for name, one in STATE.items()})  # type: ignore[arg-type]
 
 
 def repacked(path: Path) -> None:
     source = zipfile.ZipFile(io.BytesIO(saved()))
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
-        for one in source.infolist():
-            target.writestr(one.filename, source.read(one))
+    records = {one.filename: source.read(one) for one in source.infolist()}
+    path.write_bytes(zipped(records, zipfile.ZIP_DEFLATED))
 
 
 def compressed(path: Path) -> None:
@@ -85,16 +85,11 @@ def test_the_command_of_a_refusal_gives_the_same_tensors(
     tmp_path: Path, write: Callable[[Path], None], name: str, result: str
 ) -> None:
     write(tmp_path / name)
-    command = refusal(tmp_path / name).repair.partition(": ")[2]
-    python = shlex.quote(sys.executable)
-    command = re.sub("^python ", f"{python} -W ignore ", command)
+    command = complaint(formats.read, tmp_path / name).repair.partition(": ")[2]
+    command = re.sub("^python ", f"{shlex.quote(sys.executable)} -W ignore ", command)
     subprocess.run(command, shell=True, check=True, timeout=120)
-    found = {
-        one.name: torch.cat(list(read_pieces(one))).reshape(one.shape)
-        for one in formats.read(tmp_path / result)
-    }
-    assert found.keys() == STATE.keys()
-    assert all(torch.equal(found[key], STATE[key]) for key in STATE)
+    found = read_state(tmp_path / result)
+    assert_same(dict(sorted(found.items())), dict(sorted(STATE.items())))
 
 
 MAGIC = (
@@ -122,72 +117,55 @@ def test_a_length_that_equals_a_magic_number_is_a_length(tmp_path: Path, length:
     [
         (b"(dp0\nVweight\np1\nF1.0\ns.", "a pickle that torch.save did not write"),
         (b"}q\0U\1ak\1s.", "a pickle that torch.save did not write"),
-        (
-            b'{"error": "Repository not found"}',
-            "a text file, not a checkpoint; it begins with '{\"error",
-        ),
-        ("ä".encode() * 300, "a text file, not a checkpoint; it begins with 'ää"),
+        (b'{"error": "Repository not found"}', "a text file, not a checkpoint; it begins with '{\"error"),
         (b"PK of the table: none", "a text file, not a checkpoint; it begins with 'PK of"),
         (b"GGUF is a format", "a text file, not a checkpoint; it begins with 'GGUF is"),
+        ("ä".encode() * 300, "a text file, not a checkpoint; it begins with 'ää"),
         (b"Salted__" + bytes(range(200)), "encrypted with openssl"),
         (b"\x7fELF" + bytes(range(200)), "a compiled program or library"),
         (b"PK\5\6" + bytes(18), "a zip archive"),
-    ],
-)
-def test_a_file_is_named_by_its_first_bytes(tmp_path: Path, content: bytes, words: str) -> None:
-    path = tmp_path / "model.bin"
-    path.write_bytes(content)
-    error = refusal(path)
-    assert error.message.startswith(f"{path}: {words}")
-    assert error.repair
-    assert "download" not in error.repair
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
         (("m/archive_format", "m/data/aotinductor/model/a.so"), "a compiled model (AOTInductor)"),
-        (
-            ("m/.data/extern_modules", "m/model.pkl"),
-            "a package of code and weights (torch.package)",
-        ),
+        (("m/.data/extern_modules", "m/model.pkl"), "a package of code and weights (torch.package)"),
         (("serialized_exported_program.json", "version"), "an exported program (torch.export)"),
         (("m/bytecode.pkl", "m/data.pkl"), "a TorchScript program, not only weights"),
         (("m/version", "m/.data/serialization_id"), "a file of torch.save without data.pkl"),
         (("a", "b", "c", "d", "e/"), "a zip archive of other files: a, b, c and 1 more"),
     ],
-)
-def test_a_zip_archive_is_named_by_its_records(
-    tmp_path: Path, names: tuple[str, ...], words: str
+    ids=[
+        "pickle 0", "pickle 2", "JSON", "PK", "GGUF", "text", "encrypted", "program", "zip", "AOTInductor",
+        "torch.package", "torch.export", "TorchScript", "no data.pkl", "other files",
+    ],
+)  # fmt: skip
+def test_a_file_is_named_by_its_first_bytes_or_records(
+    tmp_path: Path, content: bytes | tuple[str, ...], words: str
 ) -> None:
-    with zipfile.ZipFile(tmp_path / "model.pt", "w") as file:
-        for name in names:
-            file.writestr(name, b"")
-    error = refusal(tmp_path / "model.pt")
-    assert error.message.startswith(f"{tmp_path / 'model.pt'}: {words}")
+    is_file = isinstance(content, bytes)
+    path = tmp_path / "model.bin"
+    path.write_bytes(content if is_file else zipped(dict.fromkeys(content, b"")))
+    error = complaint(formats.read, path)
+    assert error.message.startswith(f"{path}: {words}")
     assert error.repair
+    assert not is_file or "download" not in error.repair
 
 
 def test_folders_of_long_names_in_a_zip_archive_take_little(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "model.pt", "w") as file:
-        for number in range(10):
-            file.writestr(f"{number}{'x' * 60_000}/", b"")
+    path = tmp_path / "model.pt"
+    path.write_bytes(zipped({f"{number}{'x' * 60_000}/": b"" for number in range(10)}))
     tracemalloc.start()
-    assert refusal(tmp_path / "model.pt").message == f"{tmp_path / 'model.pt'}: a zip archive"
+    assert complaint(formats.read, path).message == f"{path}: a zip archive"
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 10 * MIB
 
 
 def test_an_encrypted_record_is_named(tmp_path: Path) -> None:
-    data = bytearray(saved())
-    at = data.find(b"PK\1\2")
-    data[at + 8] |= 1
-    (tmp_path / "model.pt").write_bytes(data)
-    assert " is compressed or encrypted" in refusal(tmp_path / "model.pt").message
+    data, path = bytearray(saved()), tmp_path / "model.pt"
+    data[data.find(b"PK\1\2") + 8] |= 1
+    path.write_bytes(data)
+    assert " is compressed or encrypted" in complaint(formats.read, path).message
 
 
 def test_a_directory_before_the_start_of_the_archive_is_damage(tmp_path: Path) -> None:
     end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, 500, 0, 0)
-    (tmp_path / "model.bin").write_bytes(b"PK\3\4" + bytes(60) + end)
-    assert ": damaged: " in refusal(tmp_path / "model.bin").message
+    (path := tmp_path / "model.bin").write_bytes(b"PK\3\4" + bytes(60) + end)
+    assert ": damaged: " in complaint(formats.read, path).message

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from harms import complaint
+from state_files import assert_same
 from torch import nn
 
 from weighin import load_streaming
 from weighin.cell import ModelSpec
 from weighin.checkpoint import inspect, truth
 from weighin.checkpoint.convert import Conversion
-from weighin.errors import CheckpointError
 from weighin.stream import formats
 from weighin.stream.pretrained_library import Selection
 from weighin.stream.slices import Checkpoint
@@ -28,44 +29,28 @@ def trained() -> tuple[nn.Module, dict[str, Any]]:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     scheduler.step()
-    return model, {
-        "epoch": 3,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "rng": torch.get_rng_state(),
-        "args": {"lr": 1e-3, "name": "run", "flags": [True, None], "shape": (1, 2)},
-        "best": 0.5,
-        "steps": 2**40,
-    }
+    args = {"lr": 1e-3, "name": "run", "flags": [True, None], "shape": (1, 2)}
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    states = {name: one.state_dict() for name, one in parts.items()}
+    return model, {"epoch": 3, **states, "rng": torch.get_rng_state(), "args": args, "steps": 2**40}
 
 
-def saved(path: Path, value: Any, *, legacy: bool = False) -> Path:
-    torch.save(value, path, _use_new_zipfile_serialization=not legacy)
+def saved(path: Path, value: Any) -> Path:
+    torch.save(value, path)
     return path
 
 
-def same(model: nn.Module, other: nn.Module) -> bool:
-    ours, theirs = model.state_dict(), other.state_dict()
-    return [*ours] == [*theirs] and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def complaint(act: Any) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        act()
-    return caught.value
+def load(path: Path, **options: str) -> dict[str, torch.Tensor]:
+    return load_streaming(lambda: nn.Linear(3, 2), path, **options).state_dict()
 
 
 @pytest.mark.parametrize("key", ["state.net.ema", "a.b.c", "a.b"])
 def test_a_dotted_key_finds_nested_dicts_and_keys_with_dots(tmp_path: Path, key: str) -> None:
     weights = {"w": torch.ones(2)}
-    path = saved(
-        tmp_path / "c.pt", {"state": {"net.ema": weights}, "a.b": {"c": weights}, "a.b.w": torch.ones(2)}
-    )  # fmt: skip
+    value = {"state": {"net.ema": weights}, "a.b": {"c": weights}, "a.b.w": torch.ones(2)}
+    path = saved(tmp_path / "c.pt", value)
     if key == "a.b":
-        assert (
-            "not a flat state dict" in complaint(lambda: formats.read(path, Selection(key))).message
-        )
+        assert "not a flat state dict" in complaint(formats.read, path, Selection(key)).message
         return
     assert [one.name for one in formats.read(path, Selection(key))] == ["w"]
 
@@ -84,8 +69,9 @@ def test_the_weights_in_a_folder_of_torch_distributed_checkpoint(tmp_path: Path)
     from torch.distributed.checkpoint.state_dict_saver import save
 
     model, checkpoint = trained()
-    save({"model": checkpoint["model"], "optimizer": checkpoint["optimizer"]}, checkpoint_id=tmp_path / "c")  # fmt: skip
-    assert same(load_streaming(lambda: nn.Linear(3, 2), tmp_path / "c", key="model"), model)
+    kept = {name: checkpoint[name] for name in ("model", "optimizer")}
+    save(kept, checkpoint_id=tmp_path / "c")
+    assert_same(load(tmp_path / "c", key="model"), model.state_dict())
 
 
 @pytest.mark.parametrize("prefix", ["module.", "module", "_orig_mod."])
@@ -98,17 +84,15 @@ def test_a_prefix_is_removed_as_torch_removes_it(tmp_path: Path, prefix: str) ->
     slices: Any = formats.read(path, Selection(strip_prefix=prefix))
     assert [one.name for one in slices] == [*state]
     assert slices.metadata == {name: dict(local) for name, local in state._metadata.items()}
-    assert same(load_streaming(lambda: nn.Linear(3, 2), path, strip_prefix=prefix), model)
+    assert_same(load(path, strip_prefix=prefix), model.state_dict())
 
 
 def test_a_prefix_that_no_name_has_or_that_names_need_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"m.w": torch.ones(1), "w": torch.ones(1)})
-    error = complaint(lambda: formats.read(path, Selection(strip_prefix="module.")))
-    assert (
-        str(error)
-        == f"{path}: no tensor's name begins with 'module.'\nthe tensors in the file are called: m.w, w"
+    assert str(complaint(formats.read, path, Selection(strip_prefix="module."))) == (
+        f"{path}: no tensor's name begins with 'module.'\nthe tensors in the file are called: m.w, w"
     )
-    error = complaint(lambda: formats.read(path, Selection(strip_prefix="m.")))
+    error = complaint(formats.read, path, Selection(strip_prefix="m."))
     assert error.message == f"{path}: two tensors would have the same name without the prefix 'm.'"
 
 
@@ -120,7 +104,7 @@ def test_an_error_about_flat_names_proposes_what_would_fit(tmp_path: Path) -> No
         "all names begin with 'module._orig_mod.': --set strip_prefix=module._orig_mod.;"
         " in load_streaming: strip_prefix='module._orig_mod.'; in a suite: strip_prefix: module._orig_mod."
     )
-    assert complaint(lambda: load_streaming(nn.Linear(3, 2), path)).repair == repair
+    assert complaint(load_streaming, nn.Linear(3, 2), path).repair == repair
     indexed = lambda: truth.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path)  # noqa: E731
     assert complaint(indexed).repair == repair
     other = {f"ema.{name}": one for name, one in model.state_dict().items()} | wrapped
@@ -144,16 +128,14 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
     model.load_state_dict(torch.load(tmp_path / "out/pt/model.pt", weights_only=True))
     Conversion(path, tmp_path / "plain.pt", verify=True, selection=selection).write()
     expected = {name.removeprefix("module."): one for name, one in checkpoint["model"].items()}
-    plain = torch.load(tmp_path / "plain.pt", weights_only=True)
-    assert [*plain] == [*expected]
-    assert all(torch.equal(plain[name], expected[name]) for name in expected)
+    assert_same(torch.load(tmp_path / "plain.pt", weights_only=True), expected)
     found = inspect.inspect(path, selection)
     assert [one["name"] for one in found["tensors"]] == ["weight", "bias"]
 
 
 def test_a_key_never_selects_a_module(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"model": nn.Linear(1, 1)})
-    error = complaint(lambda: formats.read(path, Selection("model")))
+    error = complaint(formats.read, path, Selection("model"))
     assert "is a whole pickled module (torch.nn.modules.linear.Linear)" in error.message
     assert "torch.save(model.state_dict(), ...)" in error.repair
 
