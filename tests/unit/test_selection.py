@@ -30,7 +30,7 @@ def trained() -> tuple[nn.Module, dict[str, Any]]:
     optimizer.step()
     scheduler.step()
     args = {"lr": 1e-3, "name": "run", "flags": [True, None], "shape": (1, 2)}
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     states = {name: one.state_dict() for name, one in parts.items()}
     return model, {"epoch": 3, **states, "rng": torch.get_rng_state(), "args": args, "steps": 2**40}
 
@@ -40,7 +40,7 @@ def saved(path: Path, value: Any) -> Path:
     return path
 
 
-def load(path: Path, **options: str) -> dict[str, torch.Tensor]:
+def load(path: Path, **options: Any) -> dict[str, torch.Tensor]:
     return load_streaming(lambda: nn.Linear(3, 2), path, **options).state_dict()
 
 
