@@ -342,3 +342,16 @@ def test_blocks_that_do_not_tile_their_tensor_are_refused(
     error = complaint(formats.read, path)
     assert error.message.startswith(str(path / ".metadata"))
     assert message in error.message
+
+
+def test_blocks_that_claim_more_elements_than_they_store_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "split", {"b": GRID}, tiles(2))
+    file = path / "__0_0.distcp"
+    torch.save(torch.ones(1).expand(5, 7), file)
+
+    def point_at_it(metadata: Any) -> None:
+        for place in metadata.storage_data.values():
+            place.offset, place.length = 0, file.stat().st_size
+
+    changed(path, point_at_it)
+    assert complaint(formats.read, path).message == f"{file}: damaged: elements of 'b' overlap"

@@ -308,6 +308,8 @@ def _dcp_tensor(
         if (where.shape, where.dtype_name) != (size, kind):
             what = f"{where.shape} of torch.{where.dtype_name} here, but {size} of torch.{kind} in {DCP_INDEX}"
             raise CheckpointError(f"{where.file}: {shown(key)} has the shape {what}", _DCP_AGAIN)
+        if len(blocks) > 1 and where.span < prod(size):  # torch stores each element
+            raise foreign.damaged(where.file, f"elements of {shown(key)} overlap", _DCP_AGAIN)
         parts.append(where)
     if len(parts) == 1:
         return replace(parts[0], start=())
