@@ -160,9 +160,11 @@ def test_a_strategy_that_reads_another_part_or_format_than_the_run_starts_nothin
     assert not (here / "run").exists()
 
 
-@pytest.mark.parametrize(("legacy", "fmt"), [(False, "pt"), (True, "pt_legacy")])
-def test_a_strategy_reads_its_own_part_in_the_files_format(legacy: bool, fmt: str) -> None:
-    (planned,) = training("model", legacy=legacy).planned
+@pytest.mark.parametrize(
+    ("fmt", "wanted"), [("pt", []), ("pt_legacy", []), ("pt_legacy", ["pt", "pt_legacy"])]
+)
+def test_a_strategy_reads_its_own_part_in_the_files_format(fmt: str, wanted: list[str]) -> None:
+    (planned,) = training("model", legacy=fmt == "pt_legacy", format=wanted).planned
     assert (planned.cell.format, planned.skip) == (fmt, "")
 
 

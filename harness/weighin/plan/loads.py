@@ -45,6 +45,7 @@ def plan(
     )
     with remembering():  # each repeat asks for the same checkpoint
         planned = [_of_this_run(each, checkpoint, chosen.selection, nodes) for each in planned]
+    planned = [*{each.cell.id: each for each in planned}.values()]  # pt may have become pt_legacy
     _check_any_runs(planned)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
