@@ -19,6 +19,7 @@ from weighin.checkpoint.truth import index
 from weighin.errors import ConfigError
 from weighin.models import pretrained_timm
 from weighin.recommend.snippet import pretrained_snippet
+from weighin.stream.hugging_face import own
 from weighin.stream.pretrained_folder import own_dtype
 from weighin.stream.pretrained_library import DIFFUSERS, LIBRARIES, TIMM, library_in
 from weighin.suite import registry
@@ -79,6 +80,18 @@ def test_the_manifest_of_a_part_has_the_values_that_diffusers_loads(tmp_path: Pa
         dtype = str(tensors[entry.name].dtype).removeprefix("torch.")
         assert dtype in entry.checksums, entry.name
         assert ("bfloat16" in entry.checksums) == (dtype == "bfloat16"), entry.name
+
+
+def test_only_tensors_in_mapped_files_are_copied_to_memory(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(bytes(16))
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    model.register_buffer("shared", torch.ones(3).share_memory_())
+    model.register_buffer("mapped", torch.from_file(f"{tmp_path}/blob", shared=False, size=4))
+    places = {name: model.get_buffer(name).data_ptr() for name in ("shared", "mapped")}
+    own(model)
+    assert model.get_buffer("shared").data_ptr() == places["shared"]
+    assert model.get_buffer("mapped").data_ptr() != places["mapped"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
 from weighin.models import pretrained, pretrained_diffusers, pretrained_timm
@@ -274,11 +275,12 @@ def own(model: Any) -> Any:
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)  # range, permissions, offset, device, inode, path
-        if fields[4] != "0":
+        if fields[4] != "0" and fields[1] != "rw-s":  # shared memory stays shared
             ranges.append(tuple(int(end, 16) for end in fields[0].split("-")))
     copies: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_cpu and any(first <= tensor.data_ptr() < last for first, last in ranges):
+        has_memory = tensor.is_cpu and tensor.layout is torch.strided and not is_lazy(tensor)
+        if has_memory and any(first <= tensor.data_ptr() < last for first, last in ranges):
             place = tensor.data_ptr(), tensor.shape, tensor.stride()
             if place not in copies:
                 copies[place] = tensor.data.clone()
