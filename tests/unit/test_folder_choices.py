@@ -208,6 +208,7 @@ def test_a_revision_of_a_model_in_the_cache(
     hub: Path, say: Say, revision: str, commit: str
 ) -> None:
     wanted = auto("BertModel").from_pretrained(hub / "snapshots" / (commit * 40))
+    assert_equal(load_pretrained("owner/name/", revision=revision), wanted)
     for source in ("owner/name", hub):
         assert_equal(load_pretrained(source, revision=revision), wanted)
         spec, checkpoint = registry.model_and_checkpoint(

@@ -314,7 +314,7 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
 
 def path_of(path: Path | str, revision: str = "") -> Path:
     """Return the checkpoint that a user's path or a model's id on the Hub means; an index means its folder."""
-    name, path = str(path), Path(path).expanduser()
+    name, path = str(path).rstrip("/"), Path(path).expanduser()
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
         path = _snapshot_of(path, revision)
     elif not path.exists():
