@@ -183,9 +183,10 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(page)
-    for name, text in (("markdown", page), ("junit", tables.junit(result))):
-        if typed[name]:
-            _console.write(typed[name], text)
+    if typed["markdown"]:
+        _console.write(typed["markdown"], page)
+    if typed["junit"]:
+        _console.write(typed["junit"], tables.junit(result))
 
 
 def _repairs(
