@@ -259,6 +259,7 @@ STARTS = {
     "forks and waits": "(pid := os.fork()) and os.waitpid(pid, 0)",
     "unreported": "ctypes.CDLL(None).fork() or time.sleep(61)",
     "unreported, waits": "(pid := ctypes.CDLL(None).fork()) and os.waitpid(pid, 0)",
+    "spawned": "multiprocessing.get_context('spawn').Process(target=time.sleep, args=(61,)).start()",
     "ended": RUN,
     "fails": f"{RUN}; raise ValueError",
     "caught": "\n        try: os.fork()\n        except Exception: pass",
@@ -269,7 +270,7 @@ def test_a_strategy_that_starts_a_process_is_refused_and_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = """
-    import ctypes, os, subprocess, time
+    import ctypes, multiprocessing, os, subprocess, time
 
     def load(job):
         {start}

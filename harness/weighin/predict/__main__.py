@@ -192,7 +192,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
             request["read_ahead_bytes"], request["kernels_bytes"], use, function, inputs,
         )  # fmt: skip
     finally:
-        # C code starts processes without an event; ``_in_fork`` finds those that still run.
+        # C code, spawn and forkserver start processes without an event; ``_in_fork`` finds those that still run.
         awaited = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         if _refused or awaited or os.getpid() != pid:
             raise CannotFollow(_REFUSED)
