@@ -2,7 +2,7 @@
 compares a user's own checkpoint with the model, and both write a manifest with the checksums.
 
 This module runs in a child, which needs memory for the buffers, a few pieces of 16 MiB and the largest tensor
-in several parts (of dcp), or for the whole model if it has non-persistent buffers.
+in several parts or computed, or for the whole model if it has non-persistent buffers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
