@@ -110,7 +110,7 @@ def test_a_file_takes_no_arguments() -> None:
     for name in ("w.pt", "from:w.pt"):
         assert f"{name} takes no arguments" in refused(chosen, name, kwargs={"width": 2})
     mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
-    suite = check_suite({"models": ["gpt2-tiny", mine], "key": "a"})
+    suite = check_suite({"models": [mine, "gpt2-tiny"], "key": "a"})
     assert "but each model has one of its own" in refused(choose, suite)
 
 

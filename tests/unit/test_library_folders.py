@@ -139,12 +139,6 @@ def test_the_recommended_code_calls_the_folders_library() -> None:
     assert "create_model('local-dir:F', pretrained=True).to('cpu', torch.bfloat16)" in code
 
 
-TIMM_NAMES = [
-    "a residual network", "a residual network in .bin", "a vision transformer of small images",
-    "four channels", "rotary positions", "config.json of timm before pretrained_cfg",
-]  # fmt: skip
-
-
 def test_timm_stays_as_it_was_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("timm", reason="needs timm, from weighin[timm]", exc_type=ImportError)
     builder = import_module("timm.models._builder")
@@ -178,6 +172,12 @@ def test_another_thread_may_load_a_model_of_timm_meanwhile(
     with pytest.raises(ConfigError, match="feature extractor"):
         pretrained_timm.from_config("resnet18", {})
     assert calls == [(("model", {}, 10), {"in_chans": 3})]
+
+
+TIMM_NAMES = [
+    "a residual network", "a residual network in .bin", "a vision transformer of small images",
+    "four channels", "rotary positions", "config.json of timm before pretrained_cfg",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

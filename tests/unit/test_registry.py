@@ -212,7 +212,9 @@ def test_all_of_ours_are_there_and_each_says_what_it_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "known"), [('OPTIONS = ("threads",)', "threads"), ("OPTIONS = ()", ""), ("", "")]
+    ("text", "known"),
+    [('OPTIONS = ("threads",)', "threads"), ("OPTIONS = ()", ""), ("", "")],
+    ids=["one", "none", "undeclared"],
 )
 def test_a_strategy_takes_the_options_that_its_file_declares(
     text: str, known: str, write: Callable[..., Path]
