@@ -111,14 +111,16 @@ def test_another_repositorys_code_that_is_in_the_folder_is_run(folder: Path) -> 
     ("changes", "words"),
     [
         ({"auto_map": {"AutoModel": f"{place}.TinyForCausalLM"}}, "which 'auto_map' in config.json names as module.class, is not in")
-        for place in ("../../evil", "a.b", "")
+        for place in ("../../evil", "inside/evil", "a.b", "")
     ]
     + [({"architectures": ["OtherForCausalLM"]}, "config.json names no code of the class 'OtherForCausalLM' in 'auto_map'")],
-    ids=["of a folder above", "of a package", "of no module", "of another class"],
+    ids=["of a folder above", "of a folder inside", "of a package", "of no module", "of another class"],
 )  # fmt: skip
 def test_code_is_a_module_of_the_folder_itself_that_has_the_class(
     folder: Path, changes: dict[str, Any], words: str
 ) -> None:
+    (folder / "inside").mkdir()
+    (folder / "inside/evil.py").write_text("raise SystemExit('this code must not run')\n")
     assert words in refused(from_trusted, folder, **changes)
 
 
