@@ -9,7 +9,7 @@ import torch
 from factories import refused
 from safetensors.torch import save_file
 
-from weighin import load_pretrained
+from weighin import load_pretrained, load_streaming
 from weighin.cell import SYNTHESISED
 from weighin.settings.definition import check_suite
 from weighin.stream.pretrained_library import DIFFUSERS, Selection
@@ -139,6 +139,21 @@ def test_a_path_is_no_id_of_the_hub_in_python_either(here: Path) -> None:
     (here / "hub/models--owner--cached/snapshots/main").mkdir(parents=True)
     for name in ("./gone", "./owner/gone", "./owner/cached"):
         assert refused(load_pretrained, name) == f"{name}: no such file or folder\ncheck the path"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a\0b", "embedded null byte"),
+        ("~nobody-of-this-name/x", "Could not determine home directory."),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_path_that_cannot_exist_is_refused(here: Path, name: str, why: str) -> None:
+    for act in (load_pretrained, chosen, lambda path: registry.weights_of(Path(path))):
+        assert refused(act, name).startswith(f"{name}: cannot be read: {why}\n")
+    said = refused(load_streaming, torch.nn.Linear(2, 2), name)
+    assert said == f"{name}: no such file or folder\ncheck the path"
 
 
 def test_a_folder_in_a_dtype_that_no_cell_has_is_refused(tmp_path: Path) -> None:

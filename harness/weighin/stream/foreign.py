@@ -224,9 +224,9 @@ def truncated(path: Path, what: str, end: int, file_bytes: int) -> CheckpointErr
     return CheckpointError(f"{path}: {what}", AGAIN)
 
 
-def unreadable(path: Path | str, error: OSError) -> CheckpointError:
+def unreadable(path: Path | str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path}: cannot be read: {error.strerror}",
+        f"{path}: cannot be read: {getattr(error, 'strerror', error)}",
         "check that the file exists, that you may read it, and that its disk works",
     )
 

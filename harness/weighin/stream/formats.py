@@ -69,6 +69,8 @@ def detect(path: Path) -> str:
 
 def _located(path: Path) -> tuple[str, Path]:
     """Return a checkpoint's format, and its own path, which may lie below ``path``."""
+    if "\0" in str(path) or len(path.name) > 255:
+        raise foreign.missing(path)
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _located(file)
     if path.is_dir():

@@ -314,7 +314,11 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
 
 def path_of(path: Path | str, revision: str = "") -> Path:
     """Return the checkpoint that a user's path or a model's id on the Hub means; an index means its folder."""
-    name, path = str(path).rstrip("/"), Path(path).expanduser()
+    try:
+        name, path = str(path).rstrip("/"), Path(path).expanduser()
+        path.resolve().exists()
+    except (OSError, RuntimeError, ValueError) as error:  # an unknown user, a NUL, too long a name
+        raise foreign.unreadable(path, error) from error
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
         path = _snapshot_of(path, revision)
     elif not path.exists():
