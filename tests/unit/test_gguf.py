@@ -136,6 +136,7 @@ def test_inspect_names_types_and_both_sizes_without_torch_and_the_package(
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     written = json.loads((tmp_path / "i.json").read_text())
+    assert (written["totals"]["unused_bytes"], "belong to no tensor" in ended.stdout) == (0, False)
     kept = {key: written[key] for key in ("architecture", "layout", "tensors")}
     table, _, _ = ended.stdout.partition("files: ")
     same("inspected_gguf.txt", f"{table}\n{json.dumps(kept, indent=1)}\n")

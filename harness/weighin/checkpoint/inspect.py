@@ -37,8 +37,8 @@ def _storages(slices: Sequence[Slice]) -> tuple[int, int]:
         if one.storage_bytes:
             storage = one.file, one.storage_offset
             sizes[storage] = max(sizes.get(storage, 0), one.storage_bytes)
-            end = one.offset + one.span * ITEM_BYTES[one.dtype_name]
-            spans.setdefault(storage, []).append((one.offset, end))
+            size = one.storage_bytes if one.encoding else one.span * ITEM_BYTES[one.dtype_name]
+            spans.setdefault(storage, []).append((one.offset, one.offset + size))
     used_bytes = 0
     for inside in spans.values():
         reached = 0
