@@ -240,6 +240,21 @@ def test_a_stop_that_comes_when_the_target_is_complete_ends_well(
     assert done["bytes"] == target.stat().st_size
 
 
+def test_a_target_that_appears_meanwhile_is_not_replaced(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, real = source.with_name("new.pt"), writing.write
+
+    def beside(*arguments: Any, **options: Any) -> None:
+        real(*arguments, **options)
+        target.write_text("theirs")
+
+    monkeypatch.setattr(writing, "write", beside)
+    with pytest.raises(ConfigError, match=r"new\.pt exists already"):
+        convert(source, target, "pt")
+    assert target.read_text() == "theirs"
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(source: Path) -> None:
     target = source.with_name("new")
 
