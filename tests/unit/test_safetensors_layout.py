@@ -150,6 +150,7 @@ def impossible(shape: object, begin: int, end: int, dtype: str = "F32", name: st
         ({"a": entry(0, 4), "b": entry(5, 9)}, "damaged: tensor 'b' at byte 135 leaves a gap after tensor 'a'"),
         ({"a": entry(4, 8)}, "damaged: tensor 'a' at byte 73 leaves a gap after the header"),
         ({"a": entry(0, 16)}, "truncated: tensor 'a' ends at byte 86, but the file ends at byte 78"),
+        ({"a": entry(0, 4, [1])}, "damaged: 4 bytes after tensor 'a' belong to no tensor"),
         ({"a": entry(0, 8, [-2])}, impossible([-2], 0, 8)),
         ({"a": entry(0, 8, [True, 2])}, impossible([True, 2], 0, 8)),
         ({"a": entry(0, 8, [1] * 65)}, impossible(f"{str([1] * 65)[:100]}...", 0, 8)),
