@@ -173,9 +173,8 @@ def _read_raw(path: str, threads: int, piece_bytes: int, is_direct: bool) -> Tim
         reader.join()
     loaded_s = time.monotonic() - start_s
     words = torch.frombuffer(area, dtype=torch.int64, count=len(area) // 8)
-    touch(
-        {str(at): chunk for at, chunk in enumerate(words.chunk(512))}
-    )  # as many as a model's tensors
+    # As many as a model's tensors.
+    touch({str(at): chunk for at, chunk in enumerate(words.chunk(512))})
     return loaded_s, time.monotonic() - start_s
 
 

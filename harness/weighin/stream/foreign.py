@@ -112,9 +112,8 @@ def first_bytes(path: Path) -> bytes:
 
 def is_safetensors(head: bytes) -> bool:
     """Tell whether a file begins like a safetensors file: 8 bytes with a length, then "{"."""
-    return (
-        head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000
-    )  # the format's limit
+    limit = 100_000_000  # the format's own
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= limit
 
 
 def is_zip(head: bytes) -> bool:
