@@ -18,7 +18,6 @@ from warm_children import Forks
 from weighin import child_process
 from weighin.probes import page_cache, sampler
 from weighin.stream import foreign
-from weighin.stream.bytes import DISK_THREADS, Readers
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ def all_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def disk_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk answer at once, however busy this machine is."""
-    monkeypatch.setattr("weighin.stream.bytes.choose", lambda *_: Readers(DISK_THREADS))
+    monkeypatch.setattr("weighin.stream.bytes._LATE_NS", inf)
     monkeypatch.setattr(foreign, "_LATE_S", inf)
 
 
