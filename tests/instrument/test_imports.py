@@ -87,14 +87,20 @@ def test_the_tests_own_check_of_modules_finds_them(bench: Bench, process: Watche
     assert result.message.startswith("ImportError: in the measured process: json, torch.nn (")
 
 
-@pytest.mark.parametrize("verb", ["list strategies", "list models", "--version"])
+@pytest.mark.parametrize(
+    "verb",
+    ["list strategies", "list models", "list all", "list suites", "cache list", "--version"],
+)
 def test_the_light_verbs_import_nothing_heavy(verb: str) -> None:
     modules = imported_by_command(*verb.split())
     assert modules & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
 
 
-def test_the_parent_makes_a_checkpoint_without_torch() -> None:
-    _, modules = imported_by(f"import {CACHE}")
+@pytest.mark.parametrize(
+    "module", [CACHE, "weighin.doctor", "weighin.records.explanation", "weighin.suite.registry"]
+)
+def test_the_parent_imports_no_torch(module: str) -> None:
+    _, modules = imported_by(f"import {module}")
     assert modules & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
 
 

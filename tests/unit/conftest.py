@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -73,6 +74,14 @@ def kernel(
     monkeypatch.setattr(sampler, "outside", lambda *_: None)
     with installed(tmp_path, monkeypatch, request.param) as kernel:
         yield kernel
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    """A process of this user, which the code under test may kill."""
+    with subprocess.Popen(["sleep", "600"]) as running:
+        yield running.pid
+        running.kill()
 
 
 @pytest.fixture

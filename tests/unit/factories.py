@@ -7,7 +7,7 @@ Memory grows linearly within a phase; a cell whose cgroup charge would pass its 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from weighin.cell import Cell, ModelSpec
 from weighin.errors import HarnessError
 from weighin.plan.loads import cells_of
 from weighin.plan.task import Planned
+from weighin.records import run_folder
 from weighin.result import (
     SCHEMA,
     Cost,
@@ -153,7 +154,16 @@ def make_samples(result: Result, script: Script | None = None) -> list[Sample]:
     return _play(script, result.cell.ram_limit_bytes)[0]
 
 
-def write_samples(run: Path, result: Result, script: Script | None = None) -> Path:
+def run_of(folder: Path, *results: Result, **settings: Any) -> Path:
+    """Write a run of these results, and a plan of its cells where there are settings; return its folder."""
+    if settings:
+        run_folder.write_plan(folder, [one.cell for one in results], settings)
+    for result in results:
+        run_folder.append(folder, result)
+    return folder
+
+
+def write_samples(run: Path, result: Result, samples: Iterable[Sample] | None = None) -> Path:
     """Write the cell's sample file as the sampler does: a header, and nothing for None."""
     assert result.samples_path is not None
     path = run / result.samples_path
@@ -161,7 +171,7 @@ def write_samples(run: Path, result: Result, script: Script | None = None) -> Pa
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Sample)])
         writer.writeheader()
-        writer.writerows(asdict(sample) for sample in make_samples(result, script))
+        writer.writerows(asdict(sample) for sample in samples or make_samples(result))
     return path
 
 

@@ -1,10 +1,12 @@
-"""A worker that plays a script: what it says, how it ends, and what was said to it."""
+"""Workers that play a script, whole scripts, and what a watch makes of them."""
 
 import json
 import os
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -12,15 +14,20 @@ from typing import Any, ClassVar
 
 import pytest
 
-from weighin.cell import Job, decode_job
+from weighin import phase_reporter
+from weighin.cell import Cell, Job, ModelSpec, decode_job
 from weighin.isolation.base import Exit
-from weighin.phase_reporter import JOB, SOCKET
-from weighin.probes.cgroup import Counters
+from weighin.probes import cgroup
+from weighin.probes.cgroup import Cgroup, Counters
 from weighin.probes.process_table import ProcessTable
 from weighin.probes.sampler import Sampler
-from weighin.result import Memory, Sample
+from weighin.records.verdict import Reference
+from weighin.result import Memory, Result, Sample
 from weighin.run import measure as measuring
 from weighin.run.listener import Listener, decode
+from weighin.run.loads import LoadSpec
+from weighin.run.measure import Measured, Watch
+from weighin.settings.definition import Settings
 from weighin.units import MIB
 
 Step = bytes | Callable[[], None] | type[TimeoutError]
@@ -184,8 +191,8 @@ class PlayedIsolation:
         script = self._scripts.popleft() if len(self._scripts) > 1 else self._scripts[0]
         running = FakeRunning(script, inside=self._inside)
         folder = Path(command[-1])
-        self.jobs.append(decode_job((folder / JOB).read_text()))
-        running.listener = KnownListener.by_path.get(str(folder / SOCKET))
+        self.jobs.append(decode_job((folder / phase_reporter.JOB).read_text()))
+        running.listener = KnownListener.by_path.get(str(folder / phase_reporter.SOCKET))
         os.write(streams.stderr, self.stderr_tail)
         return running
 
@@ -249,3 +256,88 @@ def done(first_use_ns: int | None = 30, marks_ns: int = 4) -> bytes:
 
 def failed(outcome: str, message: str) -> bytes:
     return event("told", outcome=outcome, message=message)
+
+
+JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py")
+SETTINGS = Settings(timeout_s=0.25)
+KILLED = Exit(None, signal=9)
+
+BASELINE = (begin("import"), phase("import", 900), begin("prepare"), phase("prepare", 800), baseline())  # fmt: skip
+LOADED = (*BASELINE, begin("read"), phase("read", 500), phase("other", 400), loaded())
+DONE = (*LOADED, begin("touch"), phase("touch", 450), ready(), begin("forward"), phase("forward", 990), done())  # fmt: skip
+
+
+class FakeSampler(Silent):
+    """Stands for the sampler, and what it reads, where a test says what it has seen."""
+
+    last_peak_rss_bytes: int | None = None
+
+    def __init__(self, _pid: int, _members: object, cgroup: Cgroup | None = None, **_: Any) -> None:
+        self.last_peaks_rss_bytes = [self.last_peak_rss_bytes]
+        self._group = cgroup
+
+    def raise_limit(self) -> None:
+        if self._group:
+            self._group.raise_limit()
+
+
+def followed(
+    running: Any,
+    *,
+    ranks: int = 1,
+    job: Job = JOB,
+    settings: Settings = SETTINGS,
+    reference: Reference | None = None,
+    disk: Any = None,
+    before_load: Callable[[], None] = lambda: None,
+    on_phase: Callable[[str], object] = str,
+) -> tuple[Result, Watch]:
+    """Watch a played worker from its start to its result."""
+    kind: Any = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
+    spec = kind(job, settings=settings)
+    spec.disk, spec.on_phase = disk, on_phase
+    with tempfile.TemporaryDirectory() as folder:
+        running.listener = KnownListener(Path(folder), ranks)
+        watch = Watch(spec, running.listener, reference)
+        watch.begin(running)
+        try:
+            watch.wait()
+            watch.end()
+        finally:
+            watch.close()
+    watch.seen.printed = running.stderr_tail if isinstance(running, FakeRunning) else b""
+    result = measuring.result_of(spec, watch, 10**18)
+    return replace(result, environment=watch.ranks[0].told.environment), watch
+
+
+def watched(running: FakeRunning, say: Callable[[str], object] = str) -> Result:
+    return followed(running, on_phase=say)[0]
+
+
+def take(
+    isolation: Any,
+    job: Job,
+    files: Sequence[Path] = (),
+    model_bytes: int | None = None,
+    environment: dict[str, Any] | None = None,
+    reference: Reference | None = None,
+    steady: bool = False,
+) -> Measured:
+    settings = SETTINGS.model_copy(update={"steady": steady})
+    spec = LoadSpec(job, files, model_bytes, settings)
+    return measuring.measure(isolation, spec, environment, reference)
+
+
+def measure(isolation: Any, run: Path, *arguments: Any, **options: Any) -> Result:
+    """Measure one cell, and write its samples to the folder ``run``."""
+    measured = take(isolation, *arguments, **options)
+    measured.finish(run)
+    return measured.result
+
+
+@pytest.fixture(name="sampler")
+def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
+    kind = type("Seen", (FakeSampler,), {})
+    monkeypatch.setattr(measuring, "Sampler", kind)
+    monkeypatch.setattr(cgroup, "pressure_file_of", lambda pid: None)
+    return kind

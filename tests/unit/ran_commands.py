@@ -1,12 +1,11 @@
 """Records of commands for tests: what ``weighin run`` writes."""
 
-import csv
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from factories import ENVIRONMENT, START_NS
+from factories import ENVIRONMENT, START_NS, write_samples
 
 from weighin.cell import Cell
 from weighin.result import (
@@ -27,6 +26,7 @@ from weighin.settings.definition import Settings, SuiteCommand
 from weighin.units import MIB
 
 SECOND_NS = 10**9
+PID = 100  # of the command of a record that is made
 COMMAND = ("python", "train.py", "--epochs", "1")
 PYTHON = Process(
     pid=4711,
@@ -131,21 +131,72 @@ def make_killed(cell: Cell | None = None) -> Result:
 
 def write_command_samples(run: Path, result: Result) -> Path:
     """Write samples of a cgroup in which the page cache is far larger than the mapped files."""
-    assert result.samples_path
-    path = run / result.samples_path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [each.name for each in fields(Sample)])
-        writer.writeheader()
-        for step in range(31):
-            anon, shmem, mapped, cached = (n * step // 30 * MIB for n in (657, 100, 20, 200))
-            writer.writerow(
-                asdict(
-                    Sample(
-                        START_NS + step * SECOND_NS // 10, anon + shmem + mapped, anon, mapped,
-                        shmem, 0, 0, 0, anon + shmem + cached, cached + shmem,
-                        cgroup_shmem_bytes=shmem,
-                    )
-                )
-            )  # fmt: skip
-    return path
+
+    def sample(step: int) -> Sample:
+        anon, shmem, mapped, cached = (n * step // 30 * MIB for n in (657, 100, 20, 200))
+        return Sample(
+            START_NS + step * SECOND_NS // 10, anon + shmem + mapped, anon, mapped, shmem, 0, 0, 0,
+            anon + shmem + cached, cached + shmem, cgroup_shmem_bytes=shmem,
+        )  # fmt: skip
+
+    return write_samples(run, result, [sample(step) for step in range(31)])
+
+
+def made(
+    outcome: Outcome = Outcome.OK,
+    *,
+    limit: int | None = None,
+    needed: int | None = None,
+    peaks: Peaks = Peaks(),  # noqa: B008 (frozen)
+    message: str = "",
+    samples_path: str | None = None,
+    **ran: Any,
+) -> Result:
+    """The result of a command; further arguments are fields of its ``Ran``."""
+    cell = Cell.of_command("load.py", ("python", "load.py"), "cgroup", ram_limit_bytes=limit)
+    return Result(
+        schema=SCHEMA,
+        cell=cell,
+        outcome=outcome,
+        message=message,
+        peaks=peaks,
+        samples_path=samples_path,
+        ran=Ran(pid=PID, needed_bytes=needed, **ran),
+    )
+
+
+def process(
+    pid: int = PID,
+    *,
+    anon: int,
+    shmem: int = 0,
+    command: str = "/usr/bin/python load.py",
+    parent: int = 1,
+    **fields: Any,
+) -> Process:
+    return Process(
+        pid,
+        parent,
+        command,
+        0,
+        SECOND_NS,
+        anon_bytes=anon,
+        file_bytes=0,
+        shmem_bytes=shmem,
+        **fields,
+    )
+
+
+def stack(usage: int, *frames: str, pid: int = PID, t_ns: int = 0, code: str = "") -> Stack:
+    """A stack of the main thread; the time follows the usage, unless it is given."""
+    return Stack(t_ns or usage, pid, "MainThread", usage, frames, code)
+
+
+def samples_of(anon: Sequence[int], *, shmem: int = 0, step_ns: int = 100_000_000) -> list[Sample]:
+    """Samples at equal intervals, with this anonymous memory."""
+    return [
+        Sample(
+            (number + 1) * step_ns, size + shmem, size, 0, shmem, 0, 0, 0, size + shmem + MIB, shmem
+        )
+        for number, size in enumerate(anon)
+    ]

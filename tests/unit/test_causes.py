@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from command_records import PID, SECOND, made, process, samples_of, stack
+from ran_commands import PID, SECOND_NS, made, process, samples_of, stack
 
 from weighin.records.explanation import Cause, Facts
 from weighin.result import Kill, OpenFile, Outcome, Peaks, Process, Result, Sample
@@ -421,7 +421,7 @@ def cached(held: int) -> tuple[Result, list[Sample]]:
 
 def test_a_record_without_the_kinds_at_its_peak_has_them_from_its_samples() -> None:
     result, samples = converting("model.half()", sizes(100, 300, 420))
-    samples += samples_of([100 * MIB], step_ns=SECOND)
+    samples += samples_of([100 * MIB], step_ns=SECOND_NS)
     assert result.ran
     ran = replace(result.ran, at_peak=None, peak_ns=samples[2].t_ns, needed_bytes=420 * MIB)
     ran = replace(ran, processes=(replace(ran.processes[0], anon_bytes=100 * MIB),))

@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from cgroup_trees import Kernel, installed
+from fakes import JOB
 from leftovers import Piped, wait_until
-from scripts import JOB
 
 from weighin.cell import Cell
 from weighin.child_process import PATIENCE_S
@@ -33,14 +32,6 @@ MAY_NOT = "this user may not create memory cgroups"
 def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     with installed(tmp_path, monkeypatch, "hybrid") as kernel:
         yield kernel
-
-
-@pytest.fixture
-def sleeper() -> Iterator[int]:
-    """A process of this user, which the code under test may kill."""
-    with subprocess.Popen(["sleep", "60"]) as running:
-        yield running.pid
-        running.kill()
 
 
 def command(*arguments: str, **fields: object) -> Cell:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from factories import SCRIPTS, make_cell, make_result
+from factories import SCRIPTS, make_cell, make_result, run_of
 from test_evaluate import STREAMING, grown
 
 from weighin.cli import app
@@ -19,12 +19,6 @@ PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 BUDGET = ("--budget", "peak_rss <= 1.1 x model")
 WRONG = make_result(make_cell("lossy"), outcome=Outcome.WRONG_WEIGHTS, message="1 tensor differs")
 FAILED = make_result(make_cell("broken"), outcome=Outcome.STRATEGY_FAILED, message="KeyError: 1")
-
-
-def run_of(folder: Path, *results: Result) -> Path:
-    for result in results:
-        run_folder.append(folder, result)
-    return folder
 
 
 def killed(strategy: str = "baseline", **changes: object) -> Result:

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from factories import SCRIPTS, make_cell, make_result
-from test_check import run_of, typed
+from factories import SCRIPTS, make_cell, make_result, run_of
+from test_check import typed
 from test_evaluate import STREAMING, grown, search
 
 from weighin.errors import ConfigError

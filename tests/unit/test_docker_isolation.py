@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import JOB
 from leftovers import wait_until
 from recorded_engine import CONTAINER, Answer, RecordedEngine, playing
-from scripts import JOB
 
 from weighin import child_process
 from weighin.cell import Cell, Job

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_records import PID, made, process, samples_of, stack
 from factories import make_result
+from ran_commands import PID, made, process, samples_of, stack
 
 from weighin.records.explanation import answer, explain
 from weighin.result import Kill, Mark, OpenFile, Outcome, Peaks

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeRunning
-from scripts import DONE, JOB, measure
+from fakes import DONE, JOB, FakeRunning, measure
 
 from weighin import child_process
 from weighin.errors import Interrupted

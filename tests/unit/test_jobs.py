@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_cell, make_result
-from test_check import run_of
+from factories import make_cell, make_result, run_of
 
 from weighin.errors import ConfigError, UnknownName
 from weighin.fleet import driver as jobs

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripts import JOB, followed
+from fakes import JOB, followed
 
 from weighin.isolation import cgroup
 from weighin.isolation.process import Started

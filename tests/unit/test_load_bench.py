@@ -7,8 +7,7 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import PlayedIsolation, begin, failed, memory, ready
-from scripts import BASELINE, DONE, LOADED
+from fakes import BASELINE, DONE, LOADED, PlayedIsolation, begin, failed, memory, ready
 
 from weighin import slow_disk
 from weighin.checkpoint import cache, staging

@@ -9,8 +9,7 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import PlayedIsolation, Silent, done, ready
-from scripts import BASELINE, JOB, measure, take
+from fakes import BASELINE, JOB, PlayedIsolation, Silent, done, measure, ready, take
 
 from weighin.cell import Job
 from weighin.probes import environment, page_cache

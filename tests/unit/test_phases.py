@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import fakes
 import pytest
-import scripts
 
 from weighin.cell import encode_job
 from weighin.phase_reporter import JOB
@@ -59,7 +59,7 @@ def parent(clock: SimpleNamespace) -> Parent:
 
 @pytest.fixture
 def marks(parent: Parent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Marks:
-    (tmp_path / JOB).write_text(encode_job(scripts.JOB))
+    (tmp_path / JOB).write_text(encode_job(fakes.JOB))
     monkeypatch.setattr(module, "end_with_parent", lambda _: None)
     marks = Marks(str(tmp_path))
     monkeypatch.setattr(marks, "send", parent.send)

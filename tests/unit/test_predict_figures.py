@@ -9,7 +9,7 @@ from typing import Any
 
 import predicted_runs as checks
 import pytest
-from factories import make_cell, make_result
+from factories import make_cell, make_result, run_of
 from rich.console import Console
 
 from weighin.cell import Cell
@@ -24,8 +24,7 @@ from weighin.predict.prediction import (
     from_json,
     reasons,
 )
-from weighin.records import run_folder
-from weighin.result import Memory, Peaks, Result, Use
+from weighin.result import Memory, Peaks, Use
 from weighin.suite import registry
 from weighin.units import GIB, MIB
 
@@ -241,14 +240,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(checks, "predict", predict)
     return noted
-
-
-def run_of(folder: Path, *results: Result, **settings: Any) -> Path:
-    if settings:
-        run_folder.write_plan(folder, [one.cell for one in results], settings)
-    for one in results:
-        run_folder.append(folder, one)
-    return folder
 
 
 @pytest.mark.usefixtures("asked")

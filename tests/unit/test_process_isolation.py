@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fakes import JOB
 from leftovers import Piped, lives, wait_until
-from scripts import JOB
 
 from weighin import child_process
 from weighin.cell import Cell

@@ -14,8 +14,7 @@ from typing import Any
 import fakes
 import pytest
 from factories import make_result
-from fakes import FakeRunning, done, loaded, ready
-from scripts import JOB, KILLED, take
+from fakes import JOB, KILLED, FakeRunning, done, loaded, ready, take
 
 from weighin import child_process
 from weighin.cli import app as cli

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from factories import make_cell, make_result
-from fakes import FakeRunning, done, event, loaded, phase
-from scripts import BASELINE, watched
+from fakes import BASELINE, FakeRunning, done, event, loaded, phase, watched
 from torch import nn
 from torch.serialization import set_crc32_options
 from worker_jobs import Model, manifest_of

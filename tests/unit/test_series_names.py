@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_cell, make_result
-from test_check import run_of, typed
+from factories import make_cell, make_result, run_of
+from test_check import typed
 from test_evaluate import STREAMING
 
 from weighin.cell import ModelSpec

@@ -6,8 +6,7 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import PlayedIsolation, done, ready
-from scripts import JOB, measure
+from fakes import JOB, PlayedIsolation, done, measure, ready
 
 from weighin import slow_disk
 from weighin.errors import IsolationUnavailable

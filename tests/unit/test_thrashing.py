@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 from factories import make_cell, make_result
-from fakes import FakeRunning, Silent, Step, begin
-from scripts import BASELINE, JOB, KILLED, followed
+from fakes import BASELINE, JOB, KILLED, FakeRunning, Silent, Step, begin, followed
 
 from weighin.cell import Cell
 from weighin.probes.cgroup import Counters

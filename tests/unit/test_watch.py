@@ -8,19 +8,26 @@ from typing import Any
 import fakes
 import pytest
 from fake_nvml import Nvml
-from fakes import FakeRunning, Silent, begin, done, event, failed, phase, ready
-from hypothesis import given
-from hypothesis import strategies as st
-from scripts import (
+from fakes import (
     BASELINE,
     DONE,
     KILLED,
     LOADED,
+    FakeRunning,
     FakeSampler,
+    Silent,
+    begin,
+    done,
+    event,
+    failed,
     fake_sampler,
     followed,
+    phase,
+    ready,
     watched,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters

@@ -5,8 +5,20 @@ from pathlib import Path
 
 import fakes
 import pytest
-from fakes import FakeRunning, Step, begin, done, phase, ready
-from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
+from fakes import (
+    BASELINE,
+    DONE,
+    KILLED,
+    FakeRunning,
+    FakeSampler,
+    Step,
+    begin,
+    done,
+    fake_sampler,
+    phase,
+    ready,
+    watched,
+)
 
 from weighin.probes.cgroup import Cgroup
 from weighin.result import Outcome, Pressure

@@ -9,9 +9,26 @@ from typing import Any
 
 import fakes
 import pytest
-import scripts
-from fakes import FakeRunning, Silent, Step, begin, done, event, failed, loaded, phase, ready
-from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampler, watched
+from fakes import (
+    BASELINE,
+    DONE,
+    JOB,
+    KILLED,
+    LOADED,
+    FakeRunning,
+    FakeSampler,
+    Silent,
+    Step,
+    begin,
+    done,
+    event,
+    failed,
+    fake_sampler,
+    loaded,
+    phase,
+    ready,
+    watched,
+)
 from test_watch import sample
 from test_watch_cgroup import Group
 
@@ -53,7 +70,7 @@ class Seen(Silent):
 
 
 def followed(running: FakeRunning, ranks: int = 2, **options: Any) -> tuple[Result, Watch]:
-    return scripts.followed(running, ranks=ranks, **options)
+    return fakes.followed(running, ranks=ranks, **options)
 
 
 def both(seen: Seen) -> list[Step]:
