@@ -239,6 +239,36 @@ def test_timelines_of_samples_that_a_kernel_gave(open_page: Callable[..., Opened
     assert "baseline" in said and "oom_killed" in said
 
 
+def test_a_row_has_a_link_a_picture_zooms_and_a_phone_says_that_it_scrolls(
+    open_page: Callable[..., Opened],
+) -> None:
+    page = open_page(mixed_run(), viewport={"width": 390, "height": 844}).page
+    hint = """element => getComputedStyle(element, "::before").content"""
+    assert "scroll sideways" in page.locator("section[aria-label='All results'] .scroll").evaluate(
+        hint
+    )
+    svg = page.locator("#peaks svg").first
+    whole = svg.get_attribute("viewBox")
+    svg.scroll_into_view_if_needed()
+    box = page.locator("#peaks").bounding_box()
+    assert box
+    page.mouse.move(box["x"] + 60, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 160, box["y"] + 60)
+    page.mouse.up()
+    width = float((svg.get_attribute("viewBox") or "").split()[2])
+    assert width == pytest.approx(
+        float((whole or "").split()[2])
+        * 100
+        / svg.evaluate("one => one.getBoundingClientRect().width"),
+        rel=0.01,
+    )
+    page.locator("#peaks").dblclick(position={"x": 10, "y": 10})
+    assert svg.get_attribute("viewBox") == whole
+    page.evaluate("location.hash = '#all-results-streaming'")
+    assert page.locator("tr.linked th").first.inner_text().startswith("streaming")
+
+
 def _faint(page: Page) -> list[str]:
     """Texts whose contrast with the page is below 4.5, WCAG's AA."""
     faint: list[str] = page.evaluate(

@@ -31,7 +31,7 @@ def render(run: Measured, pictures: Mapping[str, str]) -> str:
         f'<figure id="{name}" class="picture scroll" tabindex="0">{svg}</figure>\n'
         for name, svg in pictures.items()
     ]
-    hint = '<p class="hint">Point at a mark to read its figures.</p>\n'
+    hint = '<p class="hint">Point at a mark to read its figures. Drag over a picture to zoom in; a double click shows all of it.</p>\n'
     sections = [
         (part.title, getattr(part, "kind", ""), part.html()) for part in parts if part not in last
     ]

@@ -51,6 +51,51 @@ form.addEventListener("input", applyFilter);
 form.addEventListener("submit", (event) => event.preventDefault());
 applyFilter();  // after "back", browsers restore the inputs of a form
 
+// ---- Each row has a link, which shows when the mouse is on the row.
+for (const row of all("tbody tr")) {
+  const name = row.cells[0].textContent;
+  const section = row.closest("section").ariaLabel;
+  row.id = `${section} ${name}`.toLowerCase().replaceAll(/[^a-z0-9_]+/g, "-");
+  for (let copy = 2; all(`[id="${row.id}"]`).length > 1; copy += 1) row.id = row.id.replace(/(--\d+)?$/, `--${copy}`);
+  const link = Object.assign(document.createElement("a"), { className: "row", href: `#${row.id}`, ariaLabel: "link to this row" });
+  row.cells[0].append(link);
+}
+const showLinked = () => {
+  for (const row of all("tr.linked")) row.classList.remove("linked");
+  const row = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (row?.tagName !== "TR") return;
+  row.classList.add("linked");
+  row.scrollIntoView({ block: "center" });
+};
+addEventListener("hashchange", showLinked);
+showLinked();
+
+// ---- Say where a table or picture is wider than the window.
+const markWide = () => { for (const box of all(".scroll")) box.classList.toggle("more", box.scrollWidth > box.clientWidth + 1); };
+addEventListener("resize", markWide);
+markWide();
+
+// ---- Drag over a picture with the mouse to zoom into it; a double click shows all of it again.
+for (const figure of all(".picture")) {
+  const svg = one("svg", figure);
+  const whole = svg.getAttribute("viewBox");
+  let from = null;
+  figure.classList.add("zooms");
+  figure.addEventListener("pointerdown", (event) => { from = event.pointerType === "mouse" ? event : null; });
+  figure.addEventListener("pointerup", (event) => {
+    const wide = from && Math.abs(event.clientX - from.clientX);
+    if (!wide || wide < 12) return;
+    const [x, y, width, height] = svg.getAttribute("viewBox").split(/\s+/).map(Number);
+    const box = svg.getBoundingClientRect();
+    const share = wide / box.width;
+    const left = (Math.min(event.clientX, from.clientX) - box.left) / box.width;
+    const middle = ((event.clientY + from.clientY) / 2 - box.top) / box.height;
+    const top = Math.max(0, Math.min(1 - share, middle - share / 2));
+    svg.setAttribute("viewBox", [x + left * width, y + top * height, share * width, share * height].join(" "));
+  });
+  figure.addEventListener("dblclick", () => svg.setAttribute("viewBox", whole));
+}
+
 // ---- Show the tip of the mark or field under the mouse.
 const tip = one("#tip");
 document.addEventListener("pointermove", (event) => {
