@@ -1,10 +1,10 @@
-"""Change the code in one small way at a time, and tell which changes no unit test notices.
+"""Change the code in one small way at a time, and tell which changes no test notices.
 
     PYTHONPATH=harness:tests python tests/mutation [--sample N] [--seed N] [--jobs N] [MODULE ...]     (make mutation)
 
 A mutant is a module with one change of ``operators``. It is killed if one of its module's tests fails or
-does not end. ``chosen_tests`` names five files of these tests, which run one after the other until one fails. All
-need neither root, nor cgroups, nor an engine; those that fail here without a change, or exceed ``--minutes`` of a processor's
+does not end. ``chosen_tests`` names the files of these tests, five of unit and two or three of contract, which run one
+after the other until one fails. All need neither root, nor cgroups, nor an engine; those that fail here without a change, or exceed ``--minutes`` of a processor's
 time in all, are left out. Without ``--sample``, every mutant is tried, which takes a day.
 
 ``--fixed`` draws from all packages (``kill_rates``), and prints their kill rates beside those that were kept.
@@ -92,9 +92,11 @@ def _try(drawn: Sequence[Mutant], log: Log, asked: argparse.Namespace) -> int:
 
 def _keep(drawn: Sequence[Mutant], log: Log, seed: int) -> None:
     """Write the fixed draw's rates to ``kill-rates.json``, with the commit whose code was measured."""
-    measured = ("--", "harness", "tests/unit")
+    measured = ("--", "harness", "tests/unit", "tests/contract")
     if subprocess.check_output(["git", "status", "--porcelain", *measured], cwd=ROOT):
-        raise SystemExit("harness or tests/unit is not as committed: commit it, then measure again")
+        raise SystemExit(
+            "harness or these tests are not as committed: commit them, then measure again"
+        )
     command = ["git", "log", "-1", "--format=%H", *measured]
     commit = subprocess.check_output(command, cwd=ROOT, text=True).strip()[:8]
     kept = to_keep({mutant: log.trials[mutant] for mutant in drawn}, commit, seed)

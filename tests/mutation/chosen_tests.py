@@ -4,12 +4,16 @@ import ast
 import re
 from collections.abc import Mapping
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
-UNIT: Final = Path(__file__).resolve().parents[1] / "unit"
-PACKAGE: Final = UNIT.parents[1] / "harness" / "weighin"
+TESTS: Final = Path(__file__).resolve().parents[1]
+PACKAGE: Final = TESTS.parent / "harness" / "weighin"
+UNIT: Final = TESTS / "unit"
+CONTRACT: Final = TESTS / "contract"
 _MOST_FILES: Final = 5
+_OF_ALL_VERBS: Final = tuple(CONTRACT / f"test_{name}.py" for name in ("wrong_inputs", "verbs"))
 _FAR: Final = 100
 _MODULE: Final = re.compile(r"weighin(\.\w+)+")
 
@@ -28,10 +32,12 @@ def _imports(file: Path) -> frozenset[str]:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Constant) and _MODULE.fullmatch(text := str(node.value)):
             names |= {text, f"{text}.__main__"}
-    helpers = {
-        helper for name in names if (helper := UNIT / f"{name.partition('.')[0]}.py").exists()
+    stems = {name.partition(".")[0] for name in names if TESTS in file.parents}
+    found = {
+        folder / f"{stem}.py" for stem in stems - {"cells"} for folder in (TESTS, UNIT, CONTRACT)
     }
-    inherited = [_imports(helper) for helper in helpers if not helper.name.startswith("test_")]
+    helpers = [one for one in found if one.exists() and not one.name.startswith("test_")]
+    inherited = [_imports(helper) for helper in helpers]
     return frozenset(n for n in names if n.startswith("weighin.")).union(*inherited)
 
 
@@ -54,17 +60,27 @@ def _distances(name: str) -> Mapping[str, int]:
 def tests_of(module: str) -> tuple[Path, ...]:
     """Return the files of tests for a module, the fittest first.
 
-    First come the files that import the module, then those whose name has a word of the module's name or of
-    its folder's, and then those that import the module by way of the fewest other modules.
+    First come five of unit: files that import the module, then those whose name has a word of the module's
+    name or of its folder's, and then those that import the module by way of the fewest other modules.
+    The files of contract type verbs, and so reach every module: those that try all verbs follow, and
+    the first whose name has a word that begins as one of the module's.
     """
     name = _name(module)
     distances = _distances(name)
     *folders, own = (set(part.split("_")) for part in name.split(".")[1:])
+    around = set[str]().union(*folders)
 
     def rank(file: Path) -> tuple[bool, int, int, int, int, int]:
         imported, words = _imports(file), {*file.stem.split("_")}
         far = min((distances.get(one, _FAR) for one in imported), default=_FAR)
-        inside = len(words & set[str]().union(*folders))
+        inside = len(words & around)
         return name not in imported, -len(words & own), -inside, len(words), far, len(imported)
 
-    return tuple(sorted(sorted(UNIT.glob("test_*.py")), key=rank)[:_MOST_FILES])
+    unit = sorted(sorted(UNIT.glob("test_*.py")), key=rank)[:_MOST_FILES]
+    beginnings = tuple(own | around)
+    named = (
+        file
+        for file in sorted(CONTRACT.glob("test_*.py"))
+        if any(word.startswith(beginnings) for word in file.stem.split("_")[1:])
+    )
+    return tuple(dict.fromkeys([*unit, *_OF_ALL_VERBS, *islice(named, 1)]))

@@ -71,7 +71,8 @@ class Log:
 
     def __init__(self, path: Path | None, root: Path = ROOT) -> None:
         self._path = path
-        files = chain((root / "harness").rglob("*.py"), (root / "tests" / "unit").rglob("*.py"))
+        folders = ("harness", "tests/unit", "tests/contract")
+        files = chain(*((root / folder).rglob("*.py") for folder in folders))
         self._code = hashlib.sha256(
             b"".join(file.read_bytes() for file in sorted(files))
         ).hexdigest()
