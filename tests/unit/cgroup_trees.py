@@ -42,28 +42,17 @@ _MEMORY_V2 = {
     "memory.events.local": "max 0\noom 0\noom_kill 0\n",
     "memory.stat": "anon 0\nshmem 0\ninactive_file 0\n",
 }
-_SWAP = ("memory.memsw.limit_in_bytes", "memory.swap.max")
 
 
 class Kernel:
-    """A kernel with one tree of cgroups.
+    """A kernel with one tree of cgroups: ``memory`` is the root of the memory controller's hierarchy,
+    ``unified`` that of the v2 tree, which v1 has not."""
 
-    Attributes:
-        memory: the root of the hierarchy with the memory controller.
-        unified: the root of the v2 tree; None on v1.
-        refused: what this user may not do: write to this file, or make a group in this folder.
-        busy: groups with a process that does not end.
-        ended: processes that are still read in a group, and have ended when they are to be moved.
-    """
-
-    def __init__(
-        self, folder: Path, layout: str, *, counts_swap: bool = True, has_kill: bool = True
-    ) -> None:
-        self.folder, self._has_kill = folder, has_kill
-        self._left_out = () if counts_swap else _SWAP
-        self.refused: set[Path] = set()
-        self.busy: set[Path] = set()
-        self.ended: set[int] = set()
+    def __init__(self, folder: Path, layout: str) -> None:
+        self.left_out: set[str] = set()  # files that this kernel's groups have not
+        self.refused: set[Path] = set()  # this user may not write to this file, or make groups here
+        self.busy: set[Path] = set()  # groups with a process that does not end
+        self.ended: set[int] = set()  # still read in a group, but gone when they are to be moved
         self.mounts = folder / "mountinfo"
         self.swaps = folder / "swaps"
         self.swaps.write_text("Filename Type Size Used Priority\n/swapfile file 1048576 0 -2\n")
@@ -72,14 +61,10 @@ class Kernel:
         is_v1 = layout != "v2"
         self.unified = None if layout == "v1" else folder / "unified"
         self.memory = folder / "memory" if is_v1 else folder / "unified"
-        roots = dict.fromkeys((self.memory, self.unified))
-        self._roots = [root for root in roots if root]
-        lines = []
-        if is_v1:
-            lines.append(f"30 23 0:30 / {self.memory} rw - cgroup cgroup rw,memory\n")
-        if self.unified:
-            lines.append(f"40 23 0:40 / {self.unified} rw - cgroup2 cgroup2 rw\n")
-        self.mounts.write_text("".join(lines))
+        self._roots = [root for root in dict.fromkeys((self.memory, self.unified)) if root]
+        v1 = f"30 23 0:30 / {self.memory} rw - cgroup cgroup rw,memory\n" if is_v1 else ""
+        v2 = f"40 23 0:40 / {self.unified} rw - cgroup2 cgroup2 rw\n" if self.unified else ""
+        self.mounts.write_text(v1 + v2)
         for root in self._roots:
             root.mkdir()
             self._fill(root)
@@ -99,9 +84,7 @@ class Kernel:
         monkeypatch.setattr(cgroup, "_group_of", self.group_of)
 
     def put(self, pid: int, group: Path) -> None:
-        """Move a process into a group."""
-        root = self._root_of(group)
-        for procs in root.rglob("cgroup.procs"):
+        for procs in self._root_of(group).rglob("cgroup.procs"):
             others = [each for each in procs.read_text().split() if each != str(pid)]
             self._write(procs, "".join(f"{each}\n" for each in others))
         procs = group / "cgroup.procs"
@@ -117,12 +100,8 @@ class Kernel:
 
     def groups(self) -> list[Path]:
         """Return all groups below the roots."""
-        return [
-            Path(folder)
-            for root in self._roots
-            for folder, _, _ in os.walk(str(root))
-            if Path(folder) != root
-        ]
+        found = (Path(folder) for root in self._roots for folder, _, _ in os.walk(str(root)))
+        return [group for group in found if group not in self._roots]
 
     # -- system calls
 
@@ -156,9 +135,8 @@ class Kernel:
         if path.name == "cgroup.procs":
             self.put(int(text), group)
             if int(text) in self.ended:
-                self._write(
-                    path, "".join(f"{pid}\n" for pid in self._members(group) if pid != int(text))
-                )
+                rest = [pid for pid in self._members(group) if pid != int(text)]
+                self._write(path, "".join(f"{pid}\n" for pid in rest))
                 raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), str(path))
         elif path.name == "cgroup.subtree_control":
             if text == "-memory":
@@ -206,17 +184,14 @@ class Kernel:
             enabled = group.parent / "cgroup.subtree_control"
             controllers = enabled.read_text().split() if group not in self._roots else []
             files |= {"cgroup.controllers": " ".join(controllers), "cgroup.subtree_control": ""}
-            files |= {"memory.pressure": "some avg10=0.00 total=0\n"}
-            if self._has_kill:
-                files |= {"cgroup.kill": ""}
+            files |= {"memory.pressure": "some avg10=0.00 total=0\n", "cgroup.kill": ""}
             if "memory" in controllers:
                 files |= _MEMORY_V2
         else:
             files |= _MEMORY_V1
         for name, text in files.items():
-            if name not in self._left_out and (
-                not (group / name).exists() or name == "cgroup.controllers"
-            ):
+            is_new = not (group / name).exists() or name == "cgroup.controllers"
+            if is_new and name not in self.left_out:
                 self._write(group / name, text)
 
     def _root_of(self, group: Path) -> Path:
@@ -232,10 +207,10 @@ class Kernel:
 
 @contextmanager
 def installed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str, **options: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> Iterator[Kernel]:
     """Let this process see a kernel with this layout until the block ends."""
-    kernel = Kernel(folder, layout, **options)
+    kernel = Kernel(folder, layout)
     kernel.install(monkeypatch)
     cgroup_isolation.groups_root.cache_clear()
     try:

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from cgroup_trees import Kernel, installed
 from weighin.isolation import cgroup
 from weighin.probes import environment
 from weighin.units import GIB, MIB
+
+LEAF = "weighin-parent"
 
 
 @pytest.fixture
@@ -33,20 +35,114 @@ def refuse_root(kernel: Kernel) -> None:
     kernel.refused |= {kernel.memory, kernel.memory / "cgroup.subtree_control"}
 
 
+def own_scope(kernel: Kernel) -> Path:
+    """Return a scope of a user who may make groups there alone."""
+    refuse_root(kernel)
+    return scope(kernel)
+
+
+def members(group: Path) -> list[int]:
+    return [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
+
+
+def enabled(group: Path) -> list[str]:
+    return (group / "cgroup.subtree_control").read_text().split()
+
+
+# -- the folder for groups
+
+
 def test_root_makes_groups_in_the_root_of_the_memory_hierarchy(kernel: Kernel) -> None:
     assert cgroup.groups_root() == kernel.memory
 
 
 def test_the_controller_is_enabled_for_groups_on_v2(v2: Kernel) -> None:
     cgroup.groups_root()
-    assert (v2.memory / "cgroup.subtree_control").read_text().split() == ["memory"]
+    assert enabled(v2.memory) == ["memory"]
     cgroup.groups_root.cache_clear()
     v2.refused.add(v2.memory / "cgroup.subtree_control")  # it is enabled: nothing is to be written
     assert cgroup.groups_root() == v2.memory
 
 
-def test_a_user_who_may_write_nowhere_has_no_root(kernel: Kernel) -> None:
-    refuse_root(kernel)
+def root_has_a_scope_outside_of_a_container(kernel: Kernel) -> Path:
+    scope(kernel)
+    return kernel.memory
+
+
+def the_first_process_is_in_the_same_group(kernel: Kernel) -> Path:
+    """As in a container without a namespace."""
+    kernel.put(1, group := scope(kernel))
+    return group
+
+
+def the_limit_around_is_known(kernel: Kernel) -> Path:
+    (kernel.memory / "cgroup.subtree_control").write_text("+memory")
+    group = scope(kernel)
+    cgroup.limit(group, 64 * MIB)
+    return group
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        root_has_a_scope_outside_of_a_container,
+        the_first_process_is_in_the_same_group,
+        the_limit_around_is_known,
+    ],
+)
+def test_cells_stay_in_the_group_of_a_container(v2: Kernel, found: Callable[[Kernel], Path]) -> None:
+    expected = found(v2)
+    assert cgroup.groups_root() == expected
+
+
+def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(v2: Kernel) -> None:
+    group = own_scope(v2)
+    for _ in range(2):  # a process in the leaf finds the scope again
+        assert cgroup.groups_root() == group
+        assert [each.name for each in group.iterdir() if each.is_dir()] == [LEAF]
+        assert members(group / LEAF) == [os.getpid()]
+        assert members(group) == []
+        assert enabled(group) == ["memory"]
+        cgroup.groups_root.cache_clear()
+
+
+def test_processes_that_start_while_others_are_moved_are_moved_too(
+    v2: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = own_scope(v2)
+    put, started = v2.put, [1001, 1002]
+
+    def fork(pid: int, target: Path) -> None:
+        if target == group / LEAF and started:
+            put(started.pop(), group)
+        put(pid, target)
+
+    monkeypatch.setattr(v2, "put", fork)
+    assert cgroup.groups_root() == group
+    assert len(members(group / LEAF)) == 3
+
+
+def test_a_process_that_ends_before_it_is_moved_does_not_keep_the_others(v2: Kernel) -> None:
+    group = scope(v2, pid=1001)
+    v2.put(os.getpid(), group)
+    v2.ended = {1001}
+    refuse_root(v2)
+    assert cgroup.groups_root() == group
+    assert members(group / LEAF) == [os.getpid()]
+
+
+# -- where no groups can be made
+
+
+def no_memory_controller(kernel: Kernel) -> None:
+    kernel.mounts.write_text("")
+
+
+@pytest.mark.parametrize("change", [refuse_root, no_memory_controller])
+def test_a_user_without_a_folder_for_groups(
+    kernel: Kernel, change: Callable[[Kernel], None]
+) -> None:
+    change(kernel)
     assert cgroup.groups_root() is None
 
 
@@ -56,66 +152,15 @@ def test_a_folder_whose_controller_is_on_but_in_which_this_user_makes_nothing(v2
     assert cgroup.groups_root() is None
 
 
-def test_without_a_memory_controller_there_is_no_root(kernel: Kernel) -> None:
-    kernel.mounts.write_text("")
-    assert cgroup.groups_root() is None
-
-
-def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(v2: Kernel) -> None:
-    group = scope(v2)
-    refuse_root(v2)
-    assert cgroup.groups_root() == group
-    leaf = group / "weighin-parent"
-    assert (leaf / "cgroup.procs").read_text().split() == [str(os.getpid())]
-    assert (group / "cgroup.procs").read_text() == ""
-    assert (group / "cgroup.subtree_control").read_text().split() == ["memory"]
-
-
-def test_a_process_in_the_leaf_finds_the_scope_again(v2: Kernel) -> None:
-    group = scope(v2)
-    refuse_root(v2)
-    cgroup.groups_root()
-    cgroup.groups_root.cache_clear()
-    assert cgroup.groups_root() == group
-    assert [each.name for each in group.iterdir() if each.is_dir()] == ["weighin-parent"]
-
-
-def test_processes_that_start_while_others_are_moved_are_moved_too(
-    v2: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group, leaf = scope(v2), v2.memory / "user.scope" / "weighin-parent"
-    refuse_root(v2)
-    put, started = v2.put, [1001, 1002]
-
-    def fork(pid: int, target: Path) -> None:
-        if target == leaf and started:
-            put(started.pop(), group)
-        put(pid, target)
-
-    monkeypatch.setattr(v2, "put", fork)
-    assert cgroup.groups_root() == group
-    assert len((leaf / "cgroup.procs").read_text().split()) == 3
-
-
-def test_a_process_that_ends_before_it_is_moved_does_not_keep_the_others(v2: Kernel) -> None:
-    group, leaf = scope(v2, pid=1001), v2.memory / "user.scope" / "weighin-parent"
-    v2.put(os.getpid(), group)
-    v2.ended = {1001}
-    refuse_root(v2)
-    assert cgroup.groups_root() == group
-    assert (leaf / "cgroup.procs").read_text().split() == [str(os.getpid())]
-
-
 def test_a_group_whose_processes_fork_again_and_again_is_no_root(
     v2: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = scope(v2)
-    refuse_root(v2)
+    group = own_scope(v2)
     put, numbers = v2.put, count(1001)
 
     def fork(pid: int, target: Path) -> None:
         put(pid, target)
-        if target.name == "weighin-parent":
+        if target.name == LEAF:
             put(next(numbers), group)
 
     monkeypatch.setattr(v2, "put", fork)
@@ -123,67 +168,44 @@ def test_a_group_whose_processes_fork_again_and_again_is_no_root(
 
 
 def test_a_leaf_into_which_nothing_can_be_moved_does_not_stay(v2: Kernel) -> None:
-    group = scope(v2)
-    refuse_root(v2)
-    v2.refused.add(group / "weighin-parent" / "cgroup.procs")
+    group = own_scope(v2)
+    v2.refused.add(group / LEAF / "cgroup.procs")
     assert cgroup.groups_root() is None
-    assert not (group / "weighin-parent").exists()
+    assert not (group / LEAF).exists()
 
 
-def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:
-    with ((group := scope(v2)) / "cgroup.controllers").open("w") as file:
-        file.write("pids")
-    refuse_root(v2)
-    assert cgroup.groups_root() is None
-    assert (group / "cgroup.procs").read_text().split() == [str(os.getpid())]
-
-
-def test_processes_that_an_earlier_run_moved_stay_where_they_are(v2: Kernel) -> None:
-    group = scope(v2)
-    (leaf := group / "weighin-parent").mkdir()
-    v2.put(1001, leaf)
-    v2.busy.add(leaf)
+@pytest.mark.parametrize("moved", [[], [1001]], ids=["no leaf", "the leaf of an earlier run"])
+def test_in_a_scope_without_the_memory_controller_all_processes_stay_where_they_are(
+    v2: Kernel, moved: list[int]
+) -> None:
+    group = own_scope(v2)
+    for pid in moved:
+        (group / LEAF).mkdir()
+        v2.put(pid, group / LEAF)
+        v2.busy.add(group / LEAF)
     with (group / "cgroup.controllers").open("w") as file:
         file.write("pids")
-    refuse_root(v2)
     assert cgroup.groups_root() is None
-    assert (leaf / "cgroup.procs").read_text().split() == ["1001"]
-    assert (group / "cgroup.procs").read_text().split() == [str(os.getpid())]
+    assert members(group) == [os.getpid()]
+    assert not moved or members(group / LEAF) == moved
 
 
-def test_root_outside_of_a_container_takes_the_root_although_it_has_a_group(v2: Kernel) -> None:
-    scope(v2)
-    assert cgroup.groups_root() == v2.memory
+# -- the RAM of cells
 
 
-def test_in_a_container_without_a_namespace_the_cells_stay_in_its_group(v2: Kernel) -> None:
-    v2.put(1, group := scope(v2))  # the first process of this machine is in the same group
-    assert cgroup.groups_root() == group
-
-
-def test_a_group_around_this_process_whose_limit_is_known_holds_the_cells(v2: Kernel) -> None:
-    (v2.memory / "cgroup.subtree_control").write_text("+memory")
-    group = scope(v2)
-    cgroup.limit(group, 64 * MIB)
-    assert cgroup.groups_root() == group
-
-
+@pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "total_ram_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(environment, "free_ram_bytes", lambda: 10 * GIB)
 
 
-def test_the_ram_of_cells_is_that_of_the_machine(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(monkeypatch)
+@pytest.mark.usefixtures("machine")
+def test_the_ram_of_cells_is_that_of_the_machine(kernel: Kernel) -> None:
     assert cgroup.ram_bytes() == (64 * GIB, 10 * GIB)
 
 
-def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers(
-    v2: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(monkeypatch)
+@pytest.mark.usefixtures("machine")
+def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers(v2: Kernel) -> None:
     (v2.memory / "cgroup.subtree_control").write_text("+memory")
     group = scope(v2)
     cgroup.limit(group, 4 * GIB)
@@ -195,36 +217,56 @@ def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers
     assert cgroup.ram_bytes() == (32 * GIB, 10 * GIB)
 
 
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
+def test_on_v1_the_limit_around_this_process_holds_for_cells_only_without_groups_of_their_own(
+    kernel: Kernel,
+) -> None:
+    (own := kernel.memory / "own").mkdir()
+    kernel.put(os.getpid(), own)
+    cgroup.limit(own, 4 * GIB)
+    (own / "memory.usage_in_bytes").write_text(str(GIB))
+    assert cgroup.ram_bytes() == (64 * GIB, 10 * GIB)
+    cgroup.groups_root.cache_clear()
+    refuse_root(kernel)
+    assert cgroup.ram_bytes("process") == (4 * GIB, 3 * GIB)
+
+
+# -- a delegated scope of systemd
+
+
 @pytest.fixture
-def entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The command in whose scope weighin goes on; a user manager of systemd is there."""
-    command: list[str] = []
-    monkeypatch.setattr(os, "execvp", lambda _, words: command.extend(words))
-    run = subprocess.run
-    monkeypatch.setattr("subprocess.run", lambda words, **how: run(words[-1:], **how))
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The socket of a user manager of systemd."""
     monkeypatch.setenv("WEIGHIN_DELEGATED", "")  # so that it is restored
     monkeypatch.delenv("WEIGHIN_DELEGATED")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    (tmp_path / "run" / "systemd" / "private").mkdir(parents=True)
+    (socket := tmp_path / "run" / "systemd" / "private").mkdir(parents=True)
+    return socket
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch, manager: Path) -> list[str]:
+    """The command in whose scope weighin goes on."""
+    command: list[str] = []
+    monkeypatch.setattr(os, "execvp", lambda _, words: command.extend(words))
+    run = subprocess.run
+    monkeypatch.setattr("subprocess.run", lambda words, **how: run(words[-1:], **how))
     return command
 
 
 @pytest.mark.parametrize("kernel", ["v1", "v2"], indirect=True)
 @pytest.mark.parametrize("lacks", ["", "systemd-run", "manager", "scope", "entry", "consent"])
 def test_a_user_on_v2_goes_on_in_a_delegated_scope(
-    kernel: Kernel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    entered: list[str],
-    lacks: str,
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, manager: Path, entered: list[str], lacks: str
 ) -> None:
     refuse_root(kernel)
     monkeypatch.setattr("shutil.which", lambda name: None if name == lacks else f"/bin/{name}")
     if lacks == "manager":
-        (tmp_path / "run" / "systemd" / "private").rmdir()
+        manager.rmdir()
     if lacks == "entry":  # the folder is another user's, as after su
-        kernel.refused.add(tmp_path / "run" / "systemd" / "private")
+        kernel.refused.add(manager)
     if lacks == "scope":
         monkeypatch.setenv("WEIGHIN_DELEGATED", "1")  # this process is in one already
     if lacks == "consent":
@@ -239,31 +281,7 @@ def test_a_user_on_v2_goes_on_in_a_delegated_scope(
         assert os.environ["WEIGHIN_DELEGATED"] == "1"
 
 
-def test_a_user_who_may_make_groups_needs_no_scope(v2: Kernel, entered: list[str]) -> None:
-    assert v2.memory
+@pytest.mark.usefixtures("v2")
+def test_a_user_who_may_make_groups_needs_no_scope(entered: list[str]) -> None:
     cgroup.enter_scope(["bench"])
     assert entered == []
-
-
-@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
-def test_the_ram_of_cells_outside_of_the_limit_around_this_process_is_the_machines(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(monkeypatch)
-    (own := kernel.memory / "own").mkdir()
-    kernel.put(os.getpid(), own)
-    cgroup.limit(own, GIB)
-    assert cgroup.ram_bytes() == (64 * GIB, 10 * GIB)
-
-
-@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
-def test_without_groups_for_cells_the_limit_around_this_process_holds_for_them(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(monkeypatch)
-    (own := kernel.memory / "own").mkdir()
-    kernel.put(os.getpid(), own)
-    cgroup.limit(own, 4 * GIB)
-    (own / "memory.usage_in_bytes").write_text(str(GIB))
-    refuse_root(kernel)
-    assert cgroup.ram_bytes("process") == (4 * GIB, 3 * GIB)
