@@ -206,9 +206,7 @@ class Kernel:
 
 
 @contextmanager
-def installed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str
-) -> Iterator[Kernel]:
+def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> Iterator[Kernel]:
     """Let this process see a kernel with this layout until the block ends."""
     kernel = Kernel(folder, layout)
     kernel.install(monkeypatch)

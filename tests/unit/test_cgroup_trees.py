@@ -56,24 +56,29 @@ def is_v2(kernel: Kernel) -> bool:
 # -- limits
 
 
+Rows = list[tuple[dict[str, int], dict[str, object]]]
+
+HARD, SOFT = {"ram_limit_bytes": 64 * MIB}, {"ram_high_bytes": 32 * MIB}
+V1: Rows = [
+    ({}, {"limit_in_bytes": UNLIMITED_V1, "memsw.limit_in_bytes": UNLIMITED_V1}),
+    (HARD, {"limit_in_bytes": 64 * MIB, "memsw.limit_in_bytes": 64 * MIB, "swappiness": 0}),
+]
+V2: Rows = [
+    ({}, {"max": "max", "high": "max"}),
+    (HARD, {"max": 64 * MIB, "high": "max", "swap.max": 0, "oom.group": 0}),
+    (HARD | SOFT, {"max": 64 * MIB, "high": 32 * MIB}),
+]
+LIMITS = [("v1", V1), ("hybrid", V1), ("v2", V2)]
+
+
 @pytest.mark.parametrize(
-    ("fields", "v1", "v2"),
-    [
-        ({}, {"limit_in_bytes": UNLIMITED_V1, "memsw.limit_in_bytes": UNLIMITED_V1}, {"max": "max", "high": "max"}),
-        # On v1 it is for memory and for memory with swap; on v2 it forbids swap and kills one process.
-        ({"ram_limit_bytes": 64 * MIB},
-         {"limit_in_bytes": 64 * MIB, "memsw.limit_in_bytes": 64 * MIB, "swappiness": 0},
-         {"max": 64 * MIB, "high": "max", "swap.max": 0, "oom.group": 0}),
-        ({"ram_limit_bytes": 64 * MIB, "ram_high_bytes": 32 * MIB}, None, {"max": 64 * MIB, "high": 32 * MIB}),
-    ],
-    ids=["no limit", "hard", "soft"],
-)  # fmt: skip
+    ("kernel", "fields", "files"),
+    [(layout, *row) for layout, rows in LIMITS for row in rows],
+    indirect=["kernel"],
+)
 def test_a_command_enters_its_limited_groups(
-    kernel: Kernel, fields: dict[str, int], v1: dict[str, Any] | None, v2: dict[str, Any]
+    kernel: Kernel, fields: dict[str, int], files: dict[str, object]
 ) -> None:
-    files = v2 if is_v2(kernel) else v1
-    if files is None:
-        pytest.skip("only v2 has a soft limit")
     cell = command("sh", "-c", 'exit "$CODE"', environment={"CODE": "3"}, **fields)
     with closing(started(cell)) as running:
         assert [group.parent for group in running.groups] == roots(kernel)
@@ -142,7 +147,7 @@ def test_a_machine_that_cannot_limit_is_told_what_to_do(
         change(kernel)
         said = refused(CgroupIsolation().check).replace(str(kernel.memory), "MEMORY")
         said = re.sub(r"weighin\.\d+-\d+-\d+\.\S+:", "GROUP:", said)
-        same(f"cgroups/{change.__name__} {layout}.txt", f"{said}\n")
+        same(f"cgroups/{change.__name__}_{layout}.txt", f"{said}\n")
         assert kernel.groups() == []
         if change is uncounted_swap:
             kernel.swaps.write_text("Filename Type Size Used Priority\n")

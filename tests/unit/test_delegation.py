@@ -37,8 +37,9 @@ def refuse_root(kernel: Kernel) -> None:
 
 def own_scope(kernel: Kernel) -> Path:
     """Return a scope of a user who may make groups there alone."""
+    group = scope(kernel)
     refuse_root(kernel)
-    return scope(kernel)
+    return group
 
 
 def members(group: Path) -> list[int]:
@@ -90,7 +91,9 @@ def the_limit_around_is_known(kernel: Kernel) -> Path:
         the_limit_around_is_known,
     ],
 )
-def test_cells_stay_in_the_group_of_a_container(v2: Kernel, found: Callable[[Kernel], Path]) -> None:
+def test_cells_stay_in_the_group_of_a_container(
+    v2: Kernel, found: Callable[[Kernel], Path]
+) -> None:
     expected = found(v2)
     assert cgroup.groups_root() == expected
 
@@ -205,7 +208,9 @@ def test_the_ram_of_cells_is_that_of_the_machine(kernel: Kernel) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers(v2: Kernel) -> None:
+def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers(
+    v2: Kernel,
+) -> None:
     (v2.memory / "cgroup.subtree_control").write_text("+memory")
     group = scope(v2)
     cgroup.limit(group, 4 * GIB)

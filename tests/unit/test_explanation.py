@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ran_commands import PID, made, process, samples_of, stack
 from factories import make_result
+from ran_commands import PID, made, process, samples_of, stack
 from snapshots import Compare
 
 from weighin.records.explanation import answer, explain
@@ -67,7 +67,9 @@ def at_its_limit() -> Result:
 WAITS = at(f"wait ({PYTHON}/threading.py:320)", "<module> (/s.py:9)")
 WORKS = at("work (/s.py:4)", thread="worker")
 COPIES = at(f"copy ({LIBRARY}:3)")
-HOOK = at(f"free ({LIBRARY}:3)", f"_exit_function ({PYTHON}/multiprocessing/util.py:360)", usage=597)
+HOOK = at(
+    f"free ({LIBRARY}:3)", f"_exit_function ({PYTHON}/multiprocessing/util.py:360)", usage=597
+)
 MARKS = (Mark(1, "epoch 1"), Mark(2, "epoch 2"), Mark(9_000_000_000, "done"))
 
 CASES = {
