@@ -1,7 +1,7 @@
 """Write the files of DeepSpeed's and Megatron-LM's checkpoints without these packages.
 
-The files have the keys, values and classes of DeepSpeed 0.19. ``tests/integration/test_deepspeed.py``
-compares them with files of DeepSpeed itself, and reads them with its ``zero_to_fp32.py``.
+The files have the keys, values and classes of DeepSpeed 0.19: they were compared with files of
+DeepSpeed itself (0.19.8), whose ``zero_to_fp32.py`` also read them.
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """Runs and baselines of an older weighin: resumed, checked, and refused where that would be wrong."""
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,3 +159,33 @@ def test_an_old_baseline_is_kept_where_nothing_has_changed() -> None:
     ended = weighin("check", PUBLISHED / "converting-files", "--baseline", file, "--update")
     assert (ended.code, file.read_text()) == (0, before)
     assert "baseline.yaml is up to date" in ended.out
+
+
+INCOMPLETE = (
+    "report run --format md,html,csv,bmf,gha --json -",
+    "check run --budget 'peak_rss <= 100GiB' --json -",
+    "check run --budget 'peak_rss <= 100GiB' --partial",
+    "check run --baseline part.yaml --update",
+    "check run --baseline part.yaml --update --partial",
+    "compare run run --markdown run/compared.md --json -",
+    "history . --json -",
+)
+
+
+def test_no_reader_takes_an_incomplete_run_for_a_complete_one(same: Compare) -> None:
+    """What they say of it; the exports have one row, or one entry, for it."""
+    put_run("bench", Path("run"))
+    said = []
+    for line in INCOMPLETE:
+        ended = weighin(*shlex.split(line))
+        said += [f"$ weighin {line}", f"exit code {ended.code}", *_of_cells(ended.out + ended.err)]
+    for name in ("report.md", "report.html", "summary.csv", "bmf.json", "gha.json", "compared.md"):
+        text = re.sub(r"<style>.*?</style>|<script.*?</script>", "", Path("run", name).read_text())
+        said += [f"$ cat {name}", *_of_cells(text)]
+    same("old_runs/incomplete.txt", "".join(f"{line}\n" for line in said))
+
+
+def _of_cells(text: str) -> list[str]:
+    """Return the lines that tell of missing cells, without what precedes or follows the words."""
+    words = r"[^,\n]*(?:\d of \d cells|missing|incomplete|--partial)[^,\n]*"
+    return [line.strip() for line in re.findall(words, text)]

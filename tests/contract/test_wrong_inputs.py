@@ -172,6 +172,7 @@ def test_a_cache_that_cannot_be_written_is_named(inputs: Path) -> None:
 STRATEGIES: Final = {
     "wrong": "model = job.build_model()\n    return model.to(job.dtype)",
     "raising": "raise RuntimeError('no')",
+    "crashing": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
 }
 
 

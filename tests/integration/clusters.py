@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import leftovers
-from commands import ROOT
+from typed import ROOT
 
 _OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray accepts is 75 MiB
 

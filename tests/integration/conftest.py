@@ -8,7 +8,7 @@ from pathlib import Path
 import leftovers
 import pytest
 import wheels
-from commands import ROOT, CommandLine
+from typed import ROOT, CommandLine
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """A strategy that writes to its checkpoint is named, and no other strategy gets a wrong verdict."""
 
 import pytest
-from commands import CommandLine
+from typed import CommandLine
 
 MAPS_SHARED = '''"""Map the checkpoint shared and writable, and change a byte in place."""
 import mmap

@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from commands import CommandLine
+from typed import CommandLine
 
 TAKES = "taken = bytes(10) * 40 * 1024**2; print(len(taken))"
 """Takes 400 MiB at once."""

@@ -20,8 +20,8 @@ import leftovers
 import on_terminals
 import pytest
 from again import KILLED_ELSEWHERE, tried_again
-from commands import ROOT, CommandLine, free_port
 from nightly import nightly
+from typed import ROOT, CommandLine, free_port
 
 from weighin.program_phases import VARIABLE
 

@@ -20,8 +20,8 @@ import images
 import known_commands
 import leftovers
 import pytest
-from commands import ROOT, CommandLine, Ended
 from known_commands import Known
+from typed import ROOT, CommandLine, Ended
 
 from weighin.cell import Cell
 from weighin.isolation.base import Exit, Streams

@@ -3,7 +3,7 @@
 from importlib.util import cache_from_source
 from pathlib import Path
 
-from commands import ROOT, CommandLine
+from typed import ROOT, CommandLine
 
 
 def test_a_run_leaves_bytecode_also_where_python_leaves_none(command: CommandLine) -> None:

@@ -1,7 +1,7 @@
 """With a GPU: the allocator's figures are the arithmetic of the model, and a limit is a limit."""
 
 import pytest
-from commands import CommandLine
+from typed import CommandLine
 
 from weighin.records import run_folder
 from weighin.result import Outcome, Result

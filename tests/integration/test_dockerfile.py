@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-from commands import ROOT
+from typed import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.nightly, pytest.mark.index, pytest.mark.slow]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, CommandLine
 from documented import commands, words
 from safetensors.torch import save_file
+from typed import ROOT, CommandLine
 
 from weighin.models.pretrained import pretrained_class
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import leftovers
 import pytest
-from commands import CommandLine
 from nightly import nightly
+from typed import CommandLine
 
 from weighin.units import MIB
 

@@ -12,8 +12,8 @@ from typing import Any
 import leftovers
 import pytest
 from clusters import Nodes, cluster
-from commands import ROOT, CommandLine, Started
 from nightly import nightly
+from typed import ROOT, CommandLine, Started
 
 pytestmark = [pytest.mark.ray, pytest.mark.cgroup, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import ROOT, CommandLine
+from typed import ROOT, CommandLine
 
 from weighin.records import run_folder
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import CommandLine
 from known_commands import PROGRAMS
+from typed import CommandLine
 
 from weighin.units import MIB
 

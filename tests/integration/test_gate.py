@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from commands import CommandLine
 from nightly import nightly
+from typed import CommandLine
 
 from weighin.suite.registry import data_folder
 

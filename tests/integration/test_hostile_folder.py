@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import CommandLine
+from typed import CommandLine
 
 NAMES = (
     *("torch", "numpy", "random", "json", "tempfile", "pickle", "struct", "subprocess", "ctypes"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import leftovers
 import pytest
-from commands import CommandLine, Started
+from typed import CommandLine, Started
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
-from commands import ROOT
+from typed import ROOT
 
 
 def errors_of(folder: Path, arguments: tuple[str, ...], *, on_terminal: bool) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import CommandLine
+from typed import CommandLine
 
 pytestmark = pytest.mark.slow
 

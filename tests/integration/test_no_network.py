@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, CommandLine
+from typed import ROOT, CommandLine
 
 from weighin.models.pretrained import pretrained_class
 

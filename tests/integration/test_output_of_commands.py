@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from commands import CommandLine
+from typed import CommandLine
 
 PROGRAM = """
 import os, sys

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import ROOT, CommandLine, Ended
 from nightly import isolations
+from typed import ROOT, CommandLine, Ended
 
 from weighin.units import MIB
 

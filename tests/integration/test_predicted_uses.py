@@ -7,8 +7,8 @@ from typing import Any
 
 import predicted_runs
 import pytest
-from commands import CommandLine
 from nightly import nightly
+from typed import CommandLine
 
 from weighin.units import MIB
 

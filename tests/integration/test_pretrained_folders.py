@@ -7,9 +7,9 @@ from typing import Any
 import predicted_runs
 import pytest
 import torch
-from commands import CommandLine
 from nightly import nightly
 from remote_folder import write_folder
+from typed import CommandLine
 
 from weighin.models.pretrained import pretrained_class
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import CommandLine
+from typed import CommandLine
 
 from weighin.isolation import select
 from weighin.plan.task import Planned, Progress, Run

@@ -10,7 +10,7 @@ from typing import Any
 
 import leftovers
 import pytest
-from commands import CommandLine, Ended, Started
+from typed import CommandLine, Ended, Started
 
 PAUSING = '''"""Wait for longer than the test does."""
 
@@ -40,7 +40,7 @@ def pause(command: CommandLine, out: str) -> Iterator[Started]:
     )
     try:
         leftovers.wait_until(
-            lambda: started.process.poll() is not None or (started.at_work() and mounts(started)),
+            lambda: started.process.poll() is not None or (started.workers() and mounts(started)),
             "the cell did not begin",
             patience_s=120,
         )

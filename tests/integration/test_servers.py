@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import CommandLine, free_port
+from typed import CommandLine, free_port
 
 from weighin.units import MIB
 

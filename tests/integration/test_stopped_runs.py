@@ -1,77 +1,28 @@
 """Runs that end early: by Ctrl-C, by SIGTERM, by kill -9. Nothing stays, nothing is lost or run twice.
 
-The second of three cells waits for its file's mode to change: so long the run is in its midst. The
-mode is all that a container sees of a change: of a strategy, it has the file alone.
+The second of three cells waits, until it is let go: so long the run is in its midst.
 """
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-from pathlib import Path
+import sys
+from datetime import datetime, timedelta
 
 import leftovers
 import pytest
-from commands import NOT_LIMITED, CommandLine, Started
 from nightly import isolations
+from typed import CommandLine, Started
 
 from weighin.units import MIB
 
-PAUSING = '''"""Wait while this file is marked as a program, then load rightly."""
-
-import time
-from pathlib import Path
-
-import torch
-
-
-def load_rightly(job):
-    model = job.build_model()
-    model.load_state_dict(torch.load(job.checkpoint, weights_only=True))
-    return model
-
-
-def load(job):
-    with job.phase("pause"):
-        while Path(__file__).stat().st_mode & 0o100:
-            time.sleep(0.01)
-    return load_rightly(job)
-'''
 CELLS = ["baseline", "pausing", "sequential"]
-
-
-@pytest.fixture
-def hold(command: CommandLine) -> Path:
-    """The strategy of the second cell, which holds it up until ``let_go``."""
-    folder = command.folder / "mine"
-    folder.mkdir()
-    strategy = folder / "pausing.py"
-    strategy.write_text(PAUSING)
-    strategy.chmod(0o755)
-    return strategy
-
-
-def let_go(hold: Path) -> None:
-    hold.chmod(0o644)
-
-
-def start(command: CommandLine, isolation: str) -> Started:
-    """Start a run of three cells; returns when the worker of the second one is at work."""
-    started = command.start(
-        *("bench", "gpt2-tiny", "--isolation", isolation, "--out", "my run"),
-        *("--strategies", "baseline,mine/pausing.py,sequential"),
-    )
-    leftovers.wait_until(
-        lambda: (
-            started.process.poll() is not None
-            or (len(measured(command)) == 1 and started.at_work())
-        ),
-        "the second cell did not begin",
-        patience_s=120,
-    )
-    assert started.process.poll() is None, started.process.communicate()
-    return started
+RUN = "bench gpt2-tiny --out 'my run' -s baseline,./pausing.py,sequential --isolation"
+SAID = [
+    "error: stopped; nothing is left running; 1 of 3 cells measured",
+    "resume it: weighin bench --resume 'my run'",
+]
 
 
 def measured(command: CommandLine) -> list[str]:
@@ -79,10 +30,10 @@ def measured(command: CommandLine) -> list[str]:
     return [record["cell"]["strategy"] for record in command.records("my run")]
 
 
-def assert_resumes(command: CommandLine, hold: Path) -> str:
+def assert_resumes(command: CommandLine) -> str:
     """Go on with the run and return what it said; every cell is then measured, and once."""
-    let_go(hold)
-    resumed = command.run("bench", "--resume", "my run")
+    command.let_go()
+    resumed = command.run("bench --resume 'my run'")
     assert (resumed.code, resumed.left) == (0, [])
     assert measured(command) == CELLS
     assert {record["outcome"] for record in command.records("my run")} == {"ok"}
@@ -90,33 +41,16 @@ def assert_resumes(command: CommandLine, hold: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_before_its_first_record_leaves_no_folder(
-    command: CommandLine, hold: Path, number: signal.Signals
-) -> None:
-    started = command.start(
-        *("bench", "gpt2-tiny", "--isolation", "process", "--out", "my run"),
-        *("--strategies", "mine/pausing.py"),
-    )
-    leftovers.wait_until(started.at_work, "the cell did not begin", patience_s=120)
-    stopped = started.end(number)
-    assert (stopped.code, stopped.left) == (130, [])
-    assert not (command.folder / "my run").exists()
-    assert "resume" not in stopped.err
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("isolation", isolations("docker"))
 def test_a_run_that_was_killed_is_resumed_where_it_was(
-    command: CommandLine, hold: Path, isolation: str
+    command: CommandLine, isolation: str
 ) -> None:
-    started = start(command, isolation)
-    killed = started.end(signal.SIGKILL)
-    assert killed.code == -signal.SIGKILL
+    started = command.hold(f"{RUN} {isolation}", records=1)
+    assert started.end(signal.SIGKILL).code == -signal.SIGKILL
     leftovers.wait_until(
         lambda: leftovers.processes(started.mark) == [], "a worker outlived its parent"
     )
-    said = assert_resumes(command, hold)
+    said = assert_resumes(command)
     assert started.left() == []
     if isolation == "cgroup":  # the empty group is all that is left, and the next run removes it
         assert "removed a leftover of a killed run: cgroup " in said
@@ -124,41 +58,48 @@ def test_a_run_that_was_killed_is_resumed_where_it_was(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", isolations("docker"))
-def test_ctrl_c_leaves_nothing_and_says_how_to_go_on(
-    command: CommandLine, hold: Path, isolation: str
-) -> None:
-    stopped = start(command, isolation).end(signal.SIGINT)
+def test_ctrl_c_leaves_nothing_and_says_how_to_go_on(command: CommandLine, isolation: str) -> None:
+    stopped = command.hold(f"{RUN} {isolation}", records=1).end(signal.SIGINT)
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
-    assert stopped.err.splitlines()[-2:] == [
-        "error: stopped; nothing is left running; 1 of 3 cells measured",
-        "resume it: weighin bench --resume 'my run'",
-    ]
+    assert stopped.err.splitlines()[-2:] == SAID
     assert measured(command) == CELLS[:1]
 
 
-def test_sigterm_is_the_same_and_the_run_can_go_on(command: CommandLine, hold: Path) -> None:
-    stopped = start(command, "process").end(signal.SIGTERM)
+def test_sigterm_is_the_same_and_the_run_can_go_on(command: CommandLine) -> None:
+    stopped = command.hold(f"{RUN} process", records=1).end(signal.SIGTERM)
     assert (stopped.code, stopped.left) == (130, [])
-    assert stopped.err.endswith(
-        "error: stopped; nothing is left running; 1 of 3 cells measured\n"
-        "resume it: weighin bench --resume 'my run'\n"
-    )
-    assert_resumes(command, hold)
-    again = command.run("bench", "--resume", "my run")
+    assert stopped.err.splitlines()[-2:] == SAID
+    checked = command.run("check 'my run' --budget 'peak_rss <= 100GiB'")
+    assert (checked.code, "my run: 1 of 3 cells measured" in checked.err) == (1, True)
+    assert_resumes(command)
+    again = command.run("bench --resume 'my run'")
     assert (again.code, again.left, measured(command)) == (0, [], CELLS)
 
 
-def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing_half_made(
-    command: CommandLine,
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_before_its_first_record_leaves_no_folder(
+    command: CommandLine, number: signal.Signals
 ) -> None:
+    first = "bench gpt2-tiny --out 'my run' -s ./pausing.py --isolation process"
+    stopped = command.hold(first).end(number)
+    assert (stopped.code, stopped.left) == (130, [])
+    assert not (command.folder / "my run").exists()
+    assert "resume" not in stopped.err
+
+
+def read_until(started: Started, line: str) -> None:
+    assert started.process.stderr
+    while started.process.stderr.readline() != line:
+        assert started.process.poll() is None
+
+
+def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing_half_made(command: CommandLine) -> None:
     cache = command.folder / "cache"
     started = command.start(
-        *("bench", "gpt2-tiny", "-s", "baseline", "--isolation", "process", "--out", "run"),
-        WEIGHIN_CACHE=str(cache),
+        "bench gpt2-tiny -s baseline --isolation process --out run", WEIGHIN_CACHE=str(cache)
     )
-    assert started.process.stderr
-    while started.process.stderr.readline() != "making the checkpoint of gpt2-tiny\n":
-        assert started.process.poll() is None
+    read_until(started, "making the checkpoint of gpt2-tiny\n")
     stopped = started.end(signal.SIGINT)
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert leftovers.processes(str(cache)) == []
@@ -168,37 +109,43 @@ def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing_half_made(
     assert [path for path in made if path.name != "plans.sha256"] == []
 
 
-def test_a_second_run_is_refused_while_one_measures(command: CommandLine, hold: Path) -> None:
-    first = start(command, "process")
-    second = command.run("bench", "tied-tiny", "--isolation", "process", "--out", "second")
-    assert (second.code, second.out) == (4, "")
-    assert second.err == (
-        f"{NOT_LIMITED}error: another run is measuring on this machine\nwait for its end: weighin bench"
-        " --set wait=true; parallel runs would distort each other's figures\n"
-    )
-    assert not (command.folder / "second").exists()
-    waiting = command.start(
-        *("bench", "tied-tiny", "--isolation", "process", "--out", "third", "--set", "wait=true")
-    )
-    line = "waiting for another run on this machine to end"
-    assert waiting.process.stderr
-    while waiting.process.stderr.readline() != f"{line}\n":
-        assert waiting.process.poll() is None
+def test_a_second_run_is_refused_or_waits_while_one_measures(command: CommandLine) -> None:
+    first = command.hold(f"{RUN} process", records=1)
+    second = "bench tied-tiny --isolation process --out second"
+    refused = command.run(second)
+    assert (refused.code, refused.out) == (4, "")
+    waiting = command.start(f"{second} --set wait=true")
+    read_until(waiting, "waiting for another run on this machine to end\n")
     stopped = waiting.end(signal.SIGINT)
     assert (stopped.code, stopped.out) == (130, "")
     assert stopped.err == "error: stopped; nothing is left running\n"
-    assert not (command.folder / "third").exists()
-    let_go(hold)
+    assert not (command.folder / "second").exists()
+    command.let_go()
     ended = first.end()
     assert (ended.code, ended.left, measured(command)) == (0, [], CELLS)
 
 
+IGNORES = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("options", ["--use fork", "--ranks 2 --use none"])
+def test_a_parent_that_ignores_the_end_of_its_children_stops_no_run(
+    command: CommandLine, options: str
+) -> None:
+    ended = command.run(
+        f"bench gpt2-tiny -s baseline --isolation process {options} --out run",
+        before=(sys.executable, "-c", IGNORES),
+    )
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert command.record("run")["outcome"] == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.root
 def test_an_ordinary_user_without_docker_is_measured_and_told_that_nothing_was_limited(
     command: CommandLine,
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv (util-linux) is missing")
     home = command.folder / "home"
@@ -214,23 +161,87 @@ def test_an_ordinary_user_without_docker_is_measured_and_told_that_nothing_was_l
     if probe.returncode:
         pytest.skip(f"cannot become nobody here: {probe.stderr.strip()}")
     ended = command.run(
-        *("bench", "gpt2-tiny", "--out", str(home / "run"), "-s", "baseline,streaming"),
+        "bench gpt2-tiny --out home/run -s baseline,streaming",
         before=as_nobody,
         DOCKER_HOST="unix:///nonexistent",
         WEIGHIN_CACHE=str(home / "cache"),
         HOME=str(home),
     )
     assert (ended.code, ended.left) == (0, [])
-    why, limited, *_ = ended.err.splitlines()
-    assert why == (
+    assert ended.err.splitlines()[:2] == [
         "note: isolation process: no Docker engine answers at unix:///nonexistent: No such"
-        " file or directory; this user may not create memory cgroups"
-    )
-    assert f"{limited}\n" == NOT_LIMITED
-    lines = (home / "run" / "records.jsonl").read_text().splitlines()
-    results = [json.loads(line) for line in lines]
+        " file or directory; this user may not create memory cgroups",
+        "note: this run has no RAM limit: weighin measures peaks, but only a run with --ram shows"
+        " whether a strategy fits",
+    ]
+    results = command.records("home/run")
     assert [result["outcome"] for result in results] == ["ok", "ok"]
     assert {result["cell"]["isolation"] for result in results} == {"process"}
     assert all(result["peaks"]["rss_bytes"] > 100 * MIB for result in results)
     assert {result["cached_bytes_at_start"] for result in results} == {0}
     assert {path.stat().st_uid for path in home.rglob("*")} == {65534}
+
+
+TWO_AT_ONCE = "--isolation cgroup --set jobs=2 --out run"
+
+
+def two_at_once(command: CommandLine) -> Started:
+    """Start four cells, two at once, and return when two workers wait."""
+    return command.hold(
+        f"bench gpt2-tiny --ram 1g,900m -s streaming,./pausing.py {TWO_AT_ONCE}",
+        records=2,
+        at_work=lambda started: len(started.workers()) == 2,
+    )
+
+
+@pytest.mark.cgroup
+@pytest.mark.slow
+def test_two_cells_run_at_once_and_their_records_say_so(command: CommandLine) -> None:
+    started = two_at_once(command)
+    command.let_go()
+    ended = started.end()
+    assert (ended.code, ended.left) == (0, []), ended.err
+    found = command.records("run")
+    assert [record["outcome"] for record in found] == ["ok"] * 4
+    first, second = found[2:]  # both had begun when the first of them ended
+    begun = datetime.fromisoformat(second["started_at"])
+    took = timedelta(microseconds=first["cost"]["wall_ns"] / 1000)
+    assert begun < datetime.fromisoformat(first["started_at"]) + took
+    for record in found:
+        assert record["environment"]["concurrent_cells"] == 2
+        assert record["warnings"] == ["up to 2 cells ran at once (jobs): times are not comparable"]
+        assert record["cached_bytes_at_start"] == 0
+        assert (command.folder / "run" / record["samples_path"]).stat().st_size > 100
+    assert not [*command.cache.glob("jobs*")]
+
+
+@pytest.mark.cgroup
+@pytest.mark.slow
+def test_ctrl_c_ends_all_cells_that_run_at_once_and_the_run_can_go_on(
+    command: CommandLine,
+) -> None:
+    stopped = two_at_once(command).end(signal.SIGINT)
+    assert (stopped.code, stopped.left) == (130, []), stopped.err
+    assert "2 of 4 cells measured" in stopped.err
+    assert not [*command.cache.glob("jobs*")]
+    command.let_go()
+    ended = command.run("bench --resume run")
+    assert (ended.code, ended.left) == (0, [])
+    cells = [
+        (one["cell"]["strategy"], one["cell"]["ram_limit_bytes"]) for one in command.records("run")
+    ]
+    assert len(set(cells)) == len(cells) == 4
+
+
+@pytest.mark.cgroup
+@pytest.mark.slow
+def test_cells_of_several_ranks_can_run_at_once(command: CommandLine) -> None:
+    done = command.run(
+        f"bench gpt2-tiny --ranks 2 --ram 1200m -s streaming,baseline {TWO_AT_ONCE}",
+        patience_s=300,
+    )
+    assert done.code == 0, done.err
+    measured = command.records("run")
+    assert [(each["outcome"], len(each["ranks"])) for each in measured] == [("ok", 2)] * 2
+    for path in (rank["samples_path"] for each in measured for rank in each["ranks"]):
+        assert (command.folder / "run" / path).exists()

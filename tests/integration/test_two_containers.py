@@ -11,7 +11,7 @@ from pathlib import Path
 import images
 import leftovers
 import pytest
-from commands import ROOT
+from typed import ROOT
 
 from weighin.isolation.process import CgroupIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix, memory_hierarchy
