@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from select import select
 
 import pytest
 from leftovers import wait_until
@@ -16,130 +17,83 @@ from weighin.cell import Cell
 from weighin.phase_reporter import Connection, Reporter
 from weighin.probes.cgroup import Cgroup, Counters
 from weighin.program_phases import VARIABLE
-from weighin.result import OURS, Phase, Track
-from weighin.run.listener import Listener
+from weighin.result import OURS
+from weighin.run.listener import Listener, Reported
 from weighin.run.measure import Spec, Watch
 from weighin.units import MIB
 
 HARNESS = Path(__file__).resolve().parents[2] / "harness"
-TAKE = "def take(mib):\n    return bytearray(b'1') * (mib << 20)\n"
+BEGIN = """
+import os, subprocess, sys, weighin
+from weighin import phase
+
+def take(mib):
+    return bytearray(b'1') * (mib << 20)
+
+"""
 
 
-class PhaseListener:
+class Heard:
     """The listener and the watch of a command that a test runs itself."""
 
     def __init__(self, folder: Path) -> None:
-        self.inner = Listener(folder)
-        self.watching = Watch(Spec(Cell.of_command("x", ("x",), "process")), self.inner)
-        self.environment = {VARIABLE: str(self.inner.path)}
+        self.listener = Listener(folder)
+        self.watch = Watch(Spec(Cell.of_command("x", ("x",), "process")), self.listener)
+        self.variables = {VARIABLE: str(self.listener.path)}
 
-    def watch(self, cgroup: Cgroup | None) -> None:
-        self.watching.cgroup = cgroup
-        self.inner.watch(self.watching._take, self.watching._at_mark)
+    def begin(self, cgroup: Cgroup | None = None) -> None:
+        self.watch.cgroup = cgroup
+        self.listener.watch(self.watch._take, self.watch._at_mark)
 
-    def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
-        self.inner.close()
-        tracks = [Track(each.pid, each.phases) for each in self.inner.by_process.values()]
-        return (tracks[0].phases if tracks else ()), tuple(tracks[1:])
-
-    @property
-    def pid(self) -> int:
-        return next(iter(self.inner.by_process.values())).pid
-
-    @property
-    def peak_bytes(self) -> int | None:
-        return self.watching.peak_bytes
-
-    @property
-    def last_phase(self) -> str | None:
-        return next(iter(self.inner.by_process.values())).died_in
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return tuple(text for each in self.inner.by_process.values() for text in each.told.notes)
-
-    @property
-    def highest_rss_bytes(self) -> dict[int, int]:
-        return {each.pid: each.highest_rss_bytes for each in self.inner.by_process.values()}
+    def end(self) -> list[Reported]:
+        self.listener.close()
+        return [*self.listener.by_process.values()]
 
 
 @pytest.fixture
-def listener(tmp_path: Path) -> Iterator[PhaseListener]:
-    listener = PhaseListener(tmp_path)
-    listener.watch(None)
-    yield listener
-    listener.close()
+def heard(tmp_path: Path) -> Iterator[Heard]:
+    heard = Heard(tmp_path)
+    heard.begin()
+    yield heard
+    heard.end()
 
 
-def run(program: str, variables: dict[str, str], timeout_s: float = 60.0) -> tuple[int, str]:
-    """Run a Python program with these variables; return its exit code and all that it printed."""
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error", "-c", TAKE + program],
+def start(program: str, variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", BEGIN + program],
         env=os.environ | {"PYTHONPATH": str(HARNESS)} | variables,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=timeout_s,
         text=True,
-        check=False,
     )
-    return done.returncode, done.stdout
 
 
-def phases_of(listener: PhaseListener, program: str) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
-    """Return the phases of a program that must end well and print nothing."""
-    assert run(program, listener.environment) == (0, "")
-    return listener.close()
+def run(program: str, variables: dict[str, str]) -> tuple[int, str]:
+    """Run a Python program; return its exit code and all that it printed."""
+    child = start(program, variables)
+    printed, _ = child.communicate(timeout=60)
+    return child.returncode, printed
 
 
-def names(phases: tuple[Phase, ...]) -> list[str]:
-    return [phase.name for phase in phases]
+def processes_of(heard: Heard, program: str) -> list[Reported]:
+    """Return what the processes of a program reported, which must end well and print nothing."""
+    assert run(program, heard.variables) == (0, "")
+    return heard.end()
 
 
-def test_a_phase_has_its_own_peak_faults_and_memory_at_its_end(listener: PhaseListener) -> None:
-    phases, others = phases_of(
-        listener,
+def names(process: Reported) -> list[str]:
+    return [phase.name for phase in process.phases]
+
+
+def test_a_phase_has_its_own_peak_faults_and_memory_at_its_end(heard: Heard) -> None:
+    (main,) = processes_of(
+        heard,
         """
-import weighin
-with weighin.phase("spike"):
+with phase("spike"):
     take(200)
-with weighin.phase("nothing"):
+with phase("nothing"):
     pass
-with weighin.phase("kept"):
-    kept = take(100)
-""",
-    )
-    assert (names(phases), others) == (["spike", "nothing", "kept"], ())
-    spike, nothing, kept = phases
-    assert spike.peak_rss_bytes - nothing.peak_rss_bytes == pytest.approx(200 * MIB, abs=2 * MIB)
-    assert kept.peak_rss_bytes - nothing.peak_rss_bytes == pytest.approx(100 * MIB, abs=2 * MIB)
-    assert kept.end.rss_bytes == pytest.approx(kept.peak_rss_bytes, abs=MIB)
-    assert spike.minor_faults > 0
-    assert spike.start_ns < spike.end_ns <= nothing.start_ns < nothing.end_ns <= kept.start_ns
-    assert kept.peak_cgroup_bytes is kept.end.cgroup_bytes is kept.workingset_refault_file is None
-    highest = max(listener.highest_rss_bytes.values())
-    assert highest == pytest.approx(spike.peak_rss_bytes, abs=MIB)
-    assert (listener.peak_bytes, listener.last_phase, listener.warnings) == (None, None, ())
-
-
-def test_a_mark_that_the_kernel_cannot_reset_leaves_no_peak_and_says_so(tmp_path: Path) -> None:
-    """cgroup v2 before Linux 6.12: the mark is that since the group was made."""
-    (group := tmp_path / "group").mkdir()
-    (group / "memory.current").write_text("4096")
-    listener = PhaseListener(tmp_path)
-    listener.watch(Cgroup(group))
-    (phase,), _ = phases_of(listener, 'import weighin\nwith weighin.phase("one"):\n    pass\n')
-    assert phase.peak_cgroup_bytes is None
-    assert listener.warnings == (
-        "phases have no cgroup peak, because the cgroup's peak could not be reset (cgroup v2 needs Linux"
-        " 6.12 for it)",
-    )
-
-
-def test_an_outer_phase_has_the_peak_of_an_inner_one(listener: PhaseListener) -> None:
-    phases, _ = phases_of(
-        listener,
-        """
-from weighin import phase
 with phase("outer"):
     with phase("inner"):
         take(100)
@@ -147,225 +101,187 @@ with phase("outer"):
         pass
 """,
     )
-    assert names(phases) == ["outer", "inner", "second"]
-    outer, inner, second = phases
+    assert names(main) == ["spike", "nothing", "outer", "inner", "second"]
+    spike, nothing, outer, inner, second = main.phases
+    assert spike.peak_rss_bytes - nothing.peak_rss_bytes == pytest.approx(200 * MIB, abs=2 * MIB)
+    assert spike.minor_faults > 0
+    assert spike.start_ns < spike.end_ns <= nothing.start_ns < nothing.end_ns <= outer.start_ns
+    assert (
+        outer.peak_cgroup_bytes is outer.end.cgroup_bytes is outer.workingset_refault_file is None
+    )
     assert outer.peak_rss_bytes == inner.peak_rss_bytes > second.peak_rss_bytes + 98 * MIB
+    assert main.highest_rss_bytes == pytest.approx(spike.peak_rss_bytes, abs=MIB)
+    assert (heard.watch.peak_bytes, main.died_in, main.told.notes) == (None, None, [])
 
 
-def test_functions_and_coroutines_are_decorated_and_threads_overlap(
-    listener: PhaseListener,
-) -> None:
-    phases, _ = phases_of(
-        listener,
-        """
-import asyncio, threading, weighin
+def test_a_mark_that_the_kernel_cannot_reset_leaves_no_peak_and_says_so(tmp_path: Path) -> None:
+    """cgroup v2 before Linux 6.12: the mark is that since the group was made."""
+    (group := tmp_path / "group").mkdir()
+    (group / "memory.current").write_text("4096")
+    heard = Heard(tmp_path)
+    heard.begin(Cgroup(group))
+    (main,) = processes_of(heard, 'with phase("one"):\n    pass\n')
+    assert [one.peak_cgroup_bytes for one in main.phases] == [None]
+    assert main.told.notes == [
+        "phases have no cgroup peak, because the cgroup's peak could not be reset (cgroup v2 needs Linux"
+        " 6.12 for it)",
+    ]
 
-@weighin.phase("function")
+
+DECORATED = """
+import asyncio, threading
+
+@phase("function")
 def function(depth):
     return depth if depth == 0 else function(depth - 1)
 
-@weighin.phase("coroutine")
+@phase("coroutine")
 async def coroutine():
     await asyncio.sleep(0.05)
     return "slept"
 
 assert function(2) == 0
 assert asyncio.run(coroutine(), debug=False) == "slept"
-
-def work(number):
-    with weighin.phase(f"thread {number}"):
-        barrier.wait()
-barrier = threading.Barrier(4)
-threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+barrier = threading.Barrier(2)
+threads = [threading.Thread(target=phase("thread")(barrier.wait)) for _ in range(2)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 try:
-    with weighin.phase("raises"):
+    with phase("raises"):
         raise KeyError
 except KeyError:
     pass
-""",
-    )
-    threads = [f"thread {number}" for number in range(4)]
-    assert sorted(names(phases)) == ["coroutine", *["function"] * 3, "raises", *threads]
-    (coroutine,) = (phase for phase in phases if phase.name == "coroutine")
-    assert coroutine.end_ns - coroutine.start_ns >= 50_000_000
+"""
 
 
-def test_forked_children_have_tracks_of_their_own(listener: PhaseListener) -> None:
-    phases, others = phases_of(
-        listener,
+def test_functions_and_coroutines_are_decorated_and_threads_overlap(heard: Heard) -> None:
+    (main,) = processes_of(heard, DECORATED)
+    found = ["function"] * 3 + ["coroutine"] + ["thread"] * 2 + ["raises"]
+    assert names(main) == found
+    assert main.phases[3].end_ns - main.phases[3].start_ns >= 50_000_000
+    assert main.phases[5].start_ns < main.phases[4].end_ns
+
+
+PROGRAMS = {
+    "a forked child leaves its parent's phase alone": (
         """
-import os, weighin
-with weighin.phase("parent"):
+with phase("parent"):
     if (child := os.fork()) == 0:
-        with weighin.phase("child"):
-            take(50)
-        # The child also leaves the phase of its parent.
+        with phase("child"):
+            pass
     else:
         os.waitpid(child, 0)
 if child:
-    with weighin.phase("after"):
+    with phase("after"):
         pass
 """,
-    )
-    assert names(phases) == ["parent", "after"]
-    (other,) = others
-    assert names(other.phases) == ["child"]
-    assert other.phases[0].peak_rss_bytes > 48 * MIB
-
-
-def test_children_whose_descriptors_are_closed_find_the_socket(listener: PhaseListener) -> None:
-    phases, others = phases_of(
-        listener,
+        [["parent", "after"], ["child"]],
+    ),
+    "children whose descriptors are closed find the socket": (
         """
-import os, subprocess, sys, weighin
-with weighin.phase("launcher"):
+with phase("launcher"):
     code = "import weighin\\nwith weighin.phase('rank'): pass"
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], close_fds=True, check=True)
 """,
-    )
-    assert names(phases) == ["launcher"]
-    assert [names(each.phases) for each in others] == [["rank"], ["rank"]]
-
-
-def test_a_program_that_closes_and_reuses_the_descriptor_is_left_alone(
-    listener: PhaseListener, tmp_path: Path
-) -> None:
-    theirs = tmp_path / "theirs"
-    phases, _ = phases_of(
-        listener,
-        f"""
-import os, weighin
-with weighin.phase("first"):
-    os.closerange(3, 100)
-    files = [os.open({str(theirs)!r}, os.O_RDWR | os.O_CREAT) for _ in range(20)]
-with weighin.phase("second"):
-    pass
-for file in files: os.close(file)
-""",
-    )
-    assert names(phases) == ["first", "second"]
-    assert theirs.read_bytes() == b""
-
-
-def test_a_program_that_dies_in_a_phase_leaves_the_phase(listener: PhaseListener) -> None:
-    program = """
-import os, signal, time, weighin
-with weighin.phase("outer"):
-    with weighin.phase("inner"):
-        held = take(100)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-    start_ns = time.monotonic_ns()
-    assert run(program, listener.environment) == (-9, "")
-    died_ns = time.monotonic_ns()
-    time.sleep(0.2)
-    phases, _ = listener.close()
-    assert names(phases) == ["outer", "inner"]
-    assert listener.last_phase == "inner"
-    assert all(start_ns < phase.start_ns < phase.end_ns < died_ns for phase in phases)
-    assert all(phase.peak_rss_bytes > 100 * MIB for phase in phases)
-    assert all(phase.end.rss_bytes > 100 * MIB for phase in phases)
-    (warning,) = listener.warnings
-    assert warning.endswith("ended inside its phase 'inner', whose peak RSS is therefore sampled")
-
-
-def test_a_program_that_another_one_replaces_ends_its_phase(listener: PhaseListener) -> None:
-    phases, _ = phases_of(
-        listener,
+        [["launcher"], ["rank"], ["rank"]],
+    ),
+    "a program that replaces another ends its phase": (
         """
-import os, sys, weighin
-with weighin.phase("before"):
+with phase("before"):
     code = "import weighin\\nwith weighin.phase('after'): pass"
     os.execv(sys.executable, [sys.executable, "-c", code])
 """,
-    )
-    assert names(phases) == ["before", "after"]
-
-
-@pytest.mark.parametrize(
-    ("name", "recorded"),
-    [
-        ("read (1/2)", "read (1/2)"),
-        ("zwei\nZeilen\x1b[2J", "phase zwei Zeilen__2J"),
-        ("é", "phase _"),
-        ("file \udc80", "phase file _"),
-        ("", "phase"),
-        ("x" * 500, "phase " + "x" * 58),
-        (OURS[0], f"phase {OURS[0]}"),
-        (17, "17"),
-    ],
-)
-def test_names_are_made_safe(listener: PhaseListener, name: object, recorded: str) -> None:
-    phases, _ = phases_of(listener, f"import weighin\nwith weighin.phase({name!r}): pass")
-    assert names(phases) == [recorded]
-    said = [text for text in listener.warnings if text.startswith("names of phases were changed: ")]
-    assert len(said) == (recorded != str(name))
-
-
-def test_a_loop_of_phases_keeps_the_first_thousand(listener: PhaseListener) -> None:
-    phases, _ = phases_of(
-        listener,
+        [["before", "after"]],
+    ),
+    "a descriptor that the program closes and reuses is left alone": (
         """
-import weighin
+with phase("first"):
+    os.closerange(3, 100)
+    files = [os.memfd_create("theirs") for _ in range(20)]
+with phase("second"):
+    pass
+assert [os.fstat(one).st_size for one in files] == [0] * 20
+""",
+        [["first", "second"]],
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "found"), PROGRAMS.values(), ids=PROGRAMS)
+def test_each_process_has_a_track_of_its_own(
+    heard: Heard, program: str, found: list[list[str]]
+) -> None:
+    assert [names(each) for each in processes_of(heard, program)] == found
+
+
+def test_names_are_made_safe(heard: Heard) -> None:
+    recorded: dict[object, str] = {
+        "read (1/2)": "read (1/2)",
+        "zwei\nZeilen\x1b[2J": "phase zwei Zeilen__2J",
+        "é": "phase _",
+        "file \udc80": "phase file _",
+        "": "phase",
+        "x" * 500: "phase " + "x" * 58,
+        OURS[0]: f"phase {OURS[0]}",
+        17: "17",
+    }
+    (main,) = processes_of(heard, f"for name in {[*recorded]}:\n    with phase(name): pass")
+    assert names(main) == [*recorded.values()]
+    (said,) = main.told.notes
+    assert said.startswith("names of phases were changed: ")
+
+
+def test_a_loop_of_phases_keeps_the_first_thousand(heard: Heard) -> None:
+    (main,) = processes_of(
+        heard,
+        """
 for number in range(1500):
-    with weighin.phase("step" if number < 1000 else "later"):
+    with phase("step" if number < 1000 else "later"):
         if number == 1400: take(100)
 """,
     )
-    assert names(phases) == ["step"] * 1000
-    assert max(listener.highest_rss_bytes.values()) > phases[0].end.rss_bytes + 98 * MIB
-    (warning,) = listener.warnings
-    assert warning == "a process had more than 1000 phases: later ones are not recorded"
+    assert names(main) == ["step"] * 1000
+    assert main.highest_rss_bytes > main.phases[0].end.rss_bytes + 98 * MIB
+    assert main.told.notes == ["a process had more than 1000 phases: later ones are not recorded"]
 
 
 def test_a_path_longer_than_an_address_works(tmp_path: Path) -> None:
-    folder = tmp_path / ("long" * 50)
-    folder.mkdir()
-    listener = PhaseListener(folder)
-    listener.watch(None)
-    phases, _ = phases_of(listener, "import weighin\nwith weighin.phase('far'): pass")
-    assert names(phases) == ["far"]
+    (folder := tmp_path / ("long" * 50)).mkdir()
+    heard = Heard(folder)
+    heard.begin()
+    (main,) = processes_of(heard, "with phase('far'): pass")
+    assert names(main) == ["far"]
     assert list(folder.iterdir()) == []
 
 
 def test_processes_wait_until_the_listener_watches(tmp_path: Path) -> None:
-    listener = PhaseListener(tmp_path)
-    program = "import weighin\nwith weighin.phase('early'): pass"
-    child = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(HARNESS)} | listener.environment,
-    )
-    time.sleep(0.5)
+    heard = Heard(tmp_path)
+    child = start("with phase('early'): pass", heard.variables)
+    assert select([heard.listener._server], [], [], 60)[0]
     assert child.poll() is None
-    listener.watch(None)
-    assert child.wait(60) == 0
-    assert names(listener.close()[0]) == ["early"]
-
-
-MANY = """
-import weighin
-for _ in range(1000):
-    with weighin.phase("x"): pass
-print("done")
-"""
+    heard.begin()
+    assert child.communicate(timeout=60)[0] == ""
+    assert [names(each) for each in heard.end()] == [["early"]]
 
 
 def test_the_messages_of_a_process_that_has_ended_are_taken(tmp_path: Path) -> None:
-    listener = PhaseListener(tmp_path)
+    listener = Listener(tmp_path)
     code = (
         "from weighin.phase_reporter import Connection\n"
         "message = {'event': 'told', 'phase': 'quick'}\n"
-        f"Connection({str(listener.inner.path)!r}).send(message, wait=False)"
+        f"Connection({str(listener.path)!r}).send(message, wait=False)"
     )
-    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(HARNESS)}, check=True)
+    assert run(code, {}) == (0, "")
     taken = []
-    listener.inner.watch(lambda _, message: taken.append(message), lambda _: Counters())
-    listener.inner.close()
+    listener.watch(lambda _, message: taken.append(message), lambda _: Counters())
+    listener.close()
     assert [type(each).__name__ for each in taken] == ["Told"]
+
+
+MANY = (
+    "for _ in range(1000):\n    with phase('x'): pass\nprint('done')"  # 2 s each would be 2,000 s
+)
 
 
 @pytest.mark.parametrize("path", ["", "no/such/socket", "a file", "closed", "x" * 5000])
@@ -373,10 +289,7 @@ def test_without_a_listener_a_program_goes_on_at_once(tmp_path: Path, path: str)
     (tmp_path / "a file").touch()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as closed:
         closed.bind(str(tmp_path / "closed"))
-    variables = {VARIABLE: str(tmp_path / path) if path else ""}
-    start_s = time.monotonic()
-    assert run(MANY, variables) == (0, "done\n")
-    assert time.monotonic() - start_s < 15
+    assert run(MANY, {VARIABLE: str(tmp_path / path) if path else ""}) == (0, "done\n")
 
 
 @pytest.mark.parametrize(("backlog", "waits_s"), [(10, 2), (0, 0)])
@@ -393,51 +306,48 @@ def test_a_listener_that_does_not_answer_costs_two_seconds_once(
         first.connect(path)  # with a backlog of 0, the queue is full now
         start_s = time.monotonic()
         assert run(MANY, {VARIABLE: path}) == (0, "done\n")
-        assert waits_s <= time.monotonic() - start_s < waits_s + 15
+        assert time.monotonic() - start_s >= waits_s
 
 
-def test_a_socket_that_is_removed_and_closed_meanwhile_raises_nothing(tmp_path: Path) -> None:
-    listener = PhaseListener(tmp_path)
-    listener.watch(None)
-    reporter = Reporter(listener.environment[VARIABLE])
+def test_a_socket_that_is_removed_and_closed_meanwhile_raises_nothing(heard: Heard) -> None:
+    reporter = Reporter(heard.variables[VARIABLE])
     begun = reporter.begin("read")
-    listener.inner.path.unlink()
-    listener.close()
+    heard.listener.path.unlink()
+    heard.end()
     reporter.end(begun)
     reporter.end(reporter.begin("again"))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"",
-        b"\xff\n",
-        b"[" * 9000,
-        b'{"event": "begin"}\n',
-        b'{"event": "begin", "id": true, "name": "x"}\n',
-        b'{"event": "begin", "id": 1, "name": ["x"]}\n',
-        b'{"event": "end", "id": 1, "t_ns": 1.5}\n',
-        b'{"event": "told", "id": 1}\n',
-    ],
-)
-def test_a_message_of_another_shape_ends_its_connection_alone(
-    listener: PhaseListener, message: bytes
-) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as theirs:
-        theirs.settimeout(5)
-        theirs.connect(listener.environment[VARIABLE])
-        theirs.send(message)
-        assert theirs.recv(1) == b"" if message else True
-    assert run("import weighin\nwith weighin.phase('good'): pass", listener.environment)[0] == 0
-    _, others = listener.close()
-    assert [names(each.phases) for each in others] == [["good"]]
+ODD_MESSAGES = [
+    b"",
+    b"\xff\n",
+    b"[" * 9000,
+    b'{"event": "begin"}\n',
+    b'{"event": "begin", "id": true, "name": "x"}\n',
+    b'{"event": "begin", "id": 1, "name": ["x"]}\n',
+    b'{"event": "end", "id": 1, "t_ns": 1.5}\n',
+    b'{"event": "told", "id": 1}\n',
+]
 
 
-def test_an_interrupted_phase_raises_the_interrupt_alone(listener: PhaseListener) -> None:
-    phases, _ = phases_of(
-        listener,
+def test_a_message_of_another_shape_ends_its_connection_alone(heard: Heard) -> None:
+    for message in ODD_MESSAGES:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as theirs:
+            theirs.settimeout(60)
+            theirs.connect(heard.variables[VARIABLE])
+            theirs.send(message)
+            assert theirs.recv(1) == b"" if message else True, message
+    assert [names(each) for each in processes_of(heard, "with phase('good'): pass")] == [
+        [],
+        ["good"],
+    ]
+
+
+def test_an_interrupted_phase_raises_the_interrupt_alone(heard: Heard) -> None:
+    (main,) = processes_of(
+        heard,
         """
-import signal, warnings, weighin
+import signal, warnings
 warnings.simplefilter("ignore", ResourceWarning)  # of what an interrupt leaves half open
 class Stop(BaseException): ...
 def stop(*_):
@@ -447,34 +357,33 @@ def stop(*_):
         raise Stop
 signal.signal(signal.SIGALRM, stop)
 armed, stopped = False, 0
-with weighin.phase("first"): pass
+with phase("first"): pass
 signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
 for _ in range(1000):
     try:
         armed = True
-        with weighin.phase("often"): pass
+        with phase("often"): pass
         armed = False
     except Stop:
         stopped += 1
 signal.setitimer(signal.ITIMER_REAL, 0)
 assert stopped
-with weighin.phase("last"): pass
+with phase("last"): pass
 """,
     )
-    assert (names(phases)[0], names(phases)[-1]) == ("first", "last")
+    assert (names(main)[0], names(main)[-1]) == ("first", "last")
 
 
-def test_outside_of_a_run_a_phase_is_cheap_and_imports_little() -> None:
+def test_outside_of_a_run_a_phase_does_nothing_and_imports_little() -> None:
     program = """
-import sys, time
+import sys
 import weighin
-times = []
-for _ in range(20):
-    start = time.perf_counter_ns()
-    for _ in range(1000):
-        with weighin.phase("x"): pass
-    times.append((time.perf_counter_ns() - start) / 1000)
-assert min(times) < 2000, min(times)
+weighin.phase, called = weighin.phase, []
+sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_name)))
+with weighin.phase("x"): pass
+sys.setprofile(None)
+calls = [name for event, name in called if event == "call"]
+assert calls == ["__init__", "__enter__", "__exit__"], called
 ours = {name for name in sys.modules if name.startswith("weighin")}
 assert ours == {"weighin", "weighin.program_phases"}, ours
 assert not {"socket", "json", "threading", "pathlib", "inspect"} & set(sys.modules)
@@ -489,19 +398,16 @@ assert not {"socket", "json", "threading", "pathlib", "inspect"} & set(sys.modul
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_program_that_plays_a_worker_changes_no_figure(tmp_path: Path) -> None:
-    listener = PhaseListener(tmp_path)
-    listener.watch(None)
-    listener.watching.peak_bytes = 7
-    connection = Connection(listener.environment[VARIABLE], 10.0)
+def test_a_program_that_plays_a_worker_changes_no_figure(heard: Heard) -> None:
+    heard.watch.peak_bytes = 7
+    connection = Connection(heard.variables[VARIABLE], 10.0)
     memory = {"rss_bytes": 1, "anon_bytes": 1, "file_bytes": 0, "shmem_bytes": 0}
     baseline = {"event": "baseline", "baseline_ns": 1, "baseline": memory, "import_ns": 1}
     connection.send(baseline, wait=True)
     connection.send({"event": "done", "first_use_ns": None, "marks_ns": 0}, wait=True)
     connection.drop()
-    listener.close()
-    (main,) = listener.inner.by_process.values()
-    assert (listener.peak_bytes, main.told.baseline, main.is_done) == (7, None, False)
+    (main,) = heard.end()
+    assert (heard.watch.peak_bytes, main.told.baseline, main.is_done) == (7, None, False)
 
 
 def test_a_listener_whose_thread_does_not_start_can_be_closed(
@@ -520,8 +426,7 @@ def test_a_listener_whose_thread_does_not_start_can_be_closed(
 def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
     """None gets an answer before all have sent the message; a third process is no rank."""
     listener = Listener(tmp_path, ranks=2)
-    taken: list[str] = []
-    listener.watch(lambda _, one: taken.append(type(one).__name__), lambda _: Counters())
+    listener.watch(lambda *_: None, lambda _: Counters())
     connections = [Connection(str(listener.path), 10.0) for _ in range(2)]
     answered: list[int] = []
 
@@ -533,11 +438,10 @@ def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
         connection.send({"event": "told", "rank": rank}, wait=False)
     first = threading.Thread(target=meet, args=(0,))
     first.start()
-    wait_until(lambda: taken, "the message was not taken")
-    time.sleep(0.05)
+    wait_until(lambda: listener._waiting, "the message was not taken")
     assert answered == []
     meet(1)
-    first.join(10)
+    first.join(60)
     assert sorted(answered) == [0, 1]
     for connection in connections:
         connection.drop()
