@@ -1,0 +1,545 @@
+"""Cells and series of cells: their names, rows, figures, and what a report says of ranks, uses and limits."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import (
+    ENVIRONMENT,
+    MODEL_BYTES,
+    make_cell,
+    make_result,
+    make_samples,
+    make_skipped,
+    write_samples,
+)
+from sweeps import a_sweep, swept
+
+from weighin.cell import ModelSpec
+from weighin.records import metrics
+from weighin.records.floor import floors, next_cell
+from weighin.records.metrics import COLUMNS, charge, grouped, largest, latest, middle, outcome_of
+from weighin.records.run_folder import Records, read_samples
+from weighin.records.series import (
+    Figure,
+    Measured,
+    Row,
+    Series,
+    labels_among,
+    name_of,
+    row_of,
+    selects,
+    summarise,
+)
+from weighin.records.verdict import used_ns
+from weighin.result import (
+    Cost,
+    Faults,
+    Memory,
+    Outcome,
+    Peaks,
+    Phase,
+    Rank,
+    Result,
+    Use,
+)
+from weighin.show.findings import floor_label, slow_disks, survival, unreclaimable, uses
+from weighin.suite import registry
+from weighin.units import GIB, MIB
+
+SECOND = 1_000_000_000
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "title"),
+    [
+        (registry.model("gpt2-xl"), "gpt2-xl"),
+        (registry.model("mynets:build"), "mynets:build"),
+        (registry.model("mynets:build", {"width": 64}), "mynets:build(width=64)"),
+        (registry.model("my.nets:build", {"b": [1, 2], "a": "x y"}), 'my.nets:build(a="x y",b=[1,2])'),
+        (registry.model("m:Net.small", {"deep": True}), "m:Net.small(deep=true)"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)  # fmt: skip
+def test_a_model_is_called_by_its_name_or_by_its_builder_with_its_arguments(
+    spec: ModelSpec, title: str
+) -> None:
+    assert spec.title == title
+    assert name_of(make_cell(model=spec)).startswith(f"{title.replace(' ', '_')} mmap_assign pt ")
+
+
+def test_long_arguments_are_cut_and_still_told_apart() -> None:
+    kwargs: list[dict[str, object]] = [{"layers": [*range(100), last]} for last in (1, 2, 1)]
+    titles = [registry.model("mynets:build", each).title for each in kwargs]
+    assert titles[0] == titles[2] != titles[1]
+    assert titles[0].startswith("mynets:build(layers=[0,1,2,")
+    assert len(titles[0]) < 80
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ram_limit_bytes": None}, "cold docker ram=none"),
+        ({"cache": "warm", "isolation": "cgroup"}, "warm cgroup ram=8GiB"),
+        ({"vram_limit_bytes": 2**30}, "cold docker ram=8GiB vram=1GiB"),
+        ({"ram_high_bytes": 2**30}, "cold docker ram=8GiB ram_high=1GiB"),
+        ({"operation": "save"}, "cold docker ram=8GiB operation=save"),
+        ({"passes": 0}, "cold docker ram=8GiB passes=0"),
+        ({"passes": 2}, "cold docker ram=8GiB passes=2"),
+        ({"passes": 0, "use": "fork"}, "cold docker ram=8GiB use=fork"),
+        ({"ranks": 2}, "cold docker ram=8GiB ranks=2"),
+        ({"disk_bytes_per_s": 50_000_000}, "cold docker ram=8GiB disk=50MB/s"),
+        ({"options": {"b": 1, "a": "x y"}}, "cold docker ram=8GiB a=x_y b=1"),
+        ({"environment": {"A": "1"}}, "cold docker ram=8GiB A=1"),
+    ],
+)
+def test_what_distinguishes_a_cell_is_in_its_name(changes: dict[str, Any], words: str) -> None:
+    assert name_of(make_cell(**changes)) == f"gpt2-xl mmap_assign pt float32 cpu {words}"
+
+
+@pytest.mark.parametrize(
+    ("selector", "is_selected"),
+    [
+        ("mmap_assign", True), ("mmap*", True), ("ram=8GiB mmap_assign", True), ("*", True),
+        ("mmap", False), ("mmap_assign ram=4GiB", False), ("MMAP*", False), ("", True),
+        ("gpt2-xl mmap_assign pt float32 cpu cold docker ram=8GiB", True),
+    ],
+)  # fmt: skip
+def test_a_selector_matches_words_of_a_name(selector: str, is_selected: bool) -> None:
+    assert selects(selector, name_of(make_cell())) == is_selected
+    assert selects("a [x", "a [x")  # a whole name matches itself
+
+
+def test_a_label_has_only_what_differs_among_the_cells_of_its_strategy() -> None:
+    cell = make_cell(options={"x": 1}, environment={"A": "1"})
+    for other, label in (
+        (make_cell("streaming", format="dcp"), "mmap_assign"),
+        (replace(cell, format="dcp"), "mmap_assign pt"),
+        (replace(cell, options={}), "mmap_assign x=1"),
+        (replace(cell, environment={}), "mmap_assign A=1"),
+        (replace(cell, ram_limit_bytes=5), "mmap_assign"),
+    ):
+        assert labels_among([cell, other])(cell) == label
+
+
+# Figures ------------------------------------------------------------------------------------------
+
+
+def test_the_median_is_a_figure_of_one_repeat_and_values_may_be_missing() -> None:
+    """Of an even number it is the lower of the middle two."""
+    assert [middle(each) for each in ([20, None, 5, 10, 25], [9, 1, 4], [2, 1], [3])] == [10, 4, 1, 3]  # fmt: skip
+    assert [largest(each) for each in ([None, 3, 7, None, 5], [0, None])] == [7, 0]
+    assert Figure.of([5, None, 1, 9, 7]) == Figure(1, 5, 9)
+    for none in ([None], []):
+        assert [middle(none), largest(none), Figure.of(none)] == [None] * 3
+
+
+def test_groups_keep_the_order_of_their_items() -> None:
+    assert grouped([3, 1, 4, 1, 5, 9], lambda one: one % 2) == {1: [3, 1, 1, 5, 9], 0: [4]}
+    assert list(grouped("ba", str)) == ["b", "a"]
+
+
+def test_the_last_record_of_a_cell_counts_at_the_place_of_the_first() -> None:
+    first, other = make_result(make_cell()), make_result(make_cell(repeat=1))
+    again = replace(first, message="again")
+    assert latest([first, other, again]) == [again, other]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "text", "failures"),
+    [
+        ("ok ok", "ok", set()),
+        ("timeout", "timeout", {"timeout"}),
+        ("ok timeout ok", "ok 2, timeout 1", {"timeout"}),
+        ("ok timeout oom_killed", "ok 1, timeout 1, oom_killed 1", {"timeout", "oom_killed"}),
+    ],
+)
+def test_the_outcomes_of_repeats_are_one_or_are_counted(
+    outcomes: str, text: str, failures: set[str]
+) -> None:
+    assert outcome_of([Outcome(one) for one in outcomes.split()]) == text
+    series = Series(text, len(outcomes.split()))
+    assert series.failures == frozenset(failures)
+    assert series.is_ok == (text == "ok")
+
+
+def test_a_series_has_the_figures_of_its_good_repeats_and_the_message_of_a_bad_one() -> None:
+    ends = [(30, ""), (99, "late"), (10, ""), (98, "later"), (20, "")]
+    results = [
+        make_result(
+            make_cell(repeat=number),
+            load_ns=ns,
+            outcome=Outcome.TIMEOUT if message else Outcome.OK,
+            message=message,
+        )
+        for number, (ns, message) in enumerate(ends)
+    ]
+    results[0] = replace(results[0], model_bytes=None)
+    (found,) = summarise([Records(results[:3]), Records(results[3:])]).values()
+    assert found.figures["load"] == Figure(10, 20, 30)
+    assert (found.outcome, found.repeats, found.message) == ("ok 3, timeout 2", 5, "late")
+    assert (found.model_bytes, found.limit_bytes) == (results[1].model_bytes, 8 * 2**30)
+    (bad,) = summarise([Records([results[1]])]).values()
+    assert (bad.figures, bad.phases) == ({}, {})
+    again = replace(results[0], load_ns=5)
+    (last,) = summarise([Records([results[0], again])]).values()
+    assert (last.figures["load"], last.repeats) == (Figure(5, 5, 5), 1)
+
+
+def test_two_models_whose_builders_share_a_function_name_are_two_series() -> None:
+    specs = [
+        ModelSpec("build", "mynets:build"),
+        ModelSpec("build", "othernets:build"),
+        ModelSpec("build", "mynets:build", {"width": 64}),
+    ]
+    results = tuple(make_result(make_cell(model=spec)) for spec in specs)
+    assert len(summarise([Records(results)])) == len(series(results)) == 3
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def series(results: Sequence[Result]) -> list[Row]:
+    return Measured.of(Path(), Records(tuple(results))).rows
+
+
+def test_what_was_not_measured_is_none() -> None:
+    row = row_of(make_skipped())
+    assert all(row[name] is None for name in COLUMNS)
+
+
+def test_the_figures_of_a_mixed_series_are_those_of_its_ok_repeats() -> None:
+    good = make_result(make_cell("streaming"))
+    bad = make_result(
+        make_cell("streaming", repeat=1),
+        outcome=Outcome.TIMEOUT,
+        peaks=Peaks(rss_bytes=1),
+        message="slow",
+    )
+    (row,) = series([bad, good])
+    assert row["outcome"] == "timeout 1, ok 1"
+    assert row["message"] == "slow"
+    assert row["peak_rss_bytes_min"] == good.peaks.rss_bytes
+
+
+def test_a_cell_measured_again_counts_once() -> None:
+    first = make_result(outcome=Outcome.MEASUREMENT_FAILED)
+    (row,) = series([first, make_result()])
+    assert (row["repeats"], row["outcome"]) == (1, "ok")
+
+
+def test_samples_are_read_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    result = make_result()
+    with write_samples(tmp_path, result).open("a") as file:
+        file.write("400000")
+    assert read_samples(tmp_path, result.samples_path) == make_samples(result)
+    assert read_samples(tmp_path, None) == read_samples(tmp_path, "none.csv") == []
+
+
+HEAD = "t_ns,rss_bytes,anon_bytes,file_bytes,shmem_bytes,swap_bytes,minor_faults,major_faults\n9,1,2,3,4,5,6,7\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "times_ns"),
+    [
+        (f"{HEAD}8,1,2,3,4,5,6,7\n", [8, 9]),
+        (f"{HEAD}5,1,2,3\n", [9]),
+        (f"{HEAD}5,1,2,3,4,5,6,-7\n", [9]),
+        (f"{HEAD}5,1,2,3,4,5,6,x\n", [9]),
+        (f"{HEAD}5,1,2,3,4,5,6,{2**63}\n", [9]),
+        ("", []),
+        ("t_ns\n", []),
+        ("t_ns,rss_bytes\n1,2\n", []),
+        ("\x00", []),
+    ],
+)
+def test_a_row_with_missing_or_impossible_figures_is_left_out(
+    tmp_path: Path, text: str, times_ns: list[int]
+) -> None:
+    (tmp_path / "x.csv").write_text(text)
+    assert [sample.t_ns for sample in read_samples(tmp_path, "x.csv")] == times_ns
+    assert read_samples(tmp_path / "y", "../x.csv") == []
+
+
+# Ranks --------------------------------------------------------------------------------------------
+
+BEFORE = 300 * MIB
+
+
+def ranked(ranks: int, copies: float, strategy: str = "baseline", **changes: Any) -> Result:
+    """A cell whose cgroup peaks this many models above the imports of all ranks."""
+    before = BEFORE * ranks
+    cell = make_cell(strategy, **{"ranks": ranks, "ram_limit_bytes": None, **changes})
+    return replace(
+        make_result(cell),
+        model_bytes=MODEL_BYTES,
+        baseline=Memory(BEFORE, BEFORE, 0, 0, cgroup_bytes=before),
+        peaks=Peaks(
+            rss_bytes=BEFORE + MODEL_BYTES,
+            cgroup_bytes=before + round(copies * MODEL_BYTES),
+            anon_sampled_bytes=before + round(copies * MODEL_BYTES),
+            pss_bytes=before + MODEL_BYTES if ranks > 1 else None,
+        ),
+        ranks=(Rank(peak_rss_bytes=BEFORE + MODEL_BYTES),) * ranks if ranks > 1 else (),
+    )
+
+
+@pytest.mark.parametrize(
+    ("charges", "growth"),
+    [
+        ({1: 2.0, 2: 4.0, 4: 8.0}, "linear (2.00x a rank)"),
+        ({1: 1.0, 4: 1.1}, "flat (0.03x a rank)"),
+        ({2: 1.0, 4: 2.0}, "between (0.50x a rank)"),
+        ({1: 1.0, 5: 1.96}, "flat (0.24x a rank)"),
+        ({1: 1.0, 5: 2.0}, "between (0.25x a rank)"),
+        ({1: 1.0, 5: 3.96}, "between (0.74x a rank)"),
+        ({1: 1.0, 5: 4.0}, "linear (0.75x a rank)"),
+        ({4: 1.0}, "-"),
+    ],
+)
+def test_the_growth_is_the_slope_over_the_ranks(charges: dict[int, float], growth: str) -> None:
+    (found,) = Measured([ranked(*each) for each in charges.items()]).ranks
+    exact = {ranks: round(100 * many) for ranks, many in charges.items()}
+    assert replace(found, charges=exact, model_bytes=100).growth == found.growth == growth
+    assert replace(found, model_bytes=None).growth == "-"
+
+
+def test_only_loads_of_several_ranks_without_a_limit_that_ended_ok_tell_of_ranks() -> None:
+    late = replace(ranked(2, 1.0), outcome=Outcome.TIMEOUT)
+    saved = ranked(2, 1.0, operation="save")
+    limited = ranked(2, 2.0, "streaming", ram_limit_bytes=8 * GIB)
+    assert Measured([ranked(1, 2.0), limited, saved, late]).ranks == []
+
+
+def test_the_charge_of_ranks_is_the_median_above_their_imports() -> None:
+    repeats = [ranked(2, many, repeat=number) for number, many in enumerate((3.0, 1.0, 2.0))]
+    (found,) = Measured([*repeats, ranked(4, 2.5)]).ranks
+    assert found.charges == {2: 2 * MODEL_BYTES, 4: round(2.5 * MODEL_BYTES)}
+    assert {ranks: len(each) for ranks, each in found.by_ranks.items()} == {2: 3, 4: 1}
+    assert (found.cell.ranks, found.model_bytes) == (1, MODEL_BYTES)
+    unknown = replace(repeats[0], peaks=Peaks())
+    assert charge(unknown) is charge(replace(repeats[0], baseline=None)) is None
+    (alone,) = Measured([unknown]).ranks
+    assert alone.charges == {}
+
+
+def test_memory_that_cannot_be_given_back_is_above_the_imports_of_all_ranks() -> None:
+    one = ranked(2, 1.0)
+    shared = replace(one.peaks, unreclaimable_sampled_bytes=3 * BEFORE)
+    small = replace(one.peaks, anon_sampled_bytes=BEFORE)
+    before = Memory(BEFORE, BEFORE - 10, 0, 10, cgroup_bytes=5)
+    found = [
+        (one, MODEL_BYTES),
+        (replace(one, peaks=shared), BEFORE),
+        (replace(one, peaks=small), 0),
+        (replace(one, peaks=Peaks()), None),
+        (replace(one, baseline=None), None),
+        (replace(one, baseline=before), MODEL_BYTES),
+    ]
+    assert [unreclaimable(each) for each, _ in found] == [size for _, size in found]
+
+
+def test_a_sum_of_peaks_needs_the_peak_of_every_rank() -> None:
+    one = ranked(2, 1.0)
+    assert metrics.sum_of_peaks(one) == 2 * (BEFORE + MODEL_BYTES)
+    for ranks in ((), (*one.ranks, Rank())):
+        assert metrics.sum_of_peaks(replace(one, ranks=ranks)) is None
+
+
+# Uses ---------------------------------------------------------------------------------------------
+
+USE_COLUMNS = ("use_s", "use_peak_rss_bytes", "use_peak_cgroup_bytes", "use_anon_bytes", "use_child_bytes", "use_anon_sampled_bytes")  # fmt: skip
+PASSES = [(10, 300, 700, 50), (5, 200, 900, 60), (7, 100, None, 40)]
+"""Forward passes: their time, peak RSS, peak of the cgroup, and anonymous memory after them."""
+
+
+def passed(use: Use | None, *passes: tuple[int, int, int | None, int]) -> Result:
+    result = make_result(make_cell("baseline"), [("import", 1, 0.1, 0.1), ("read", 1, 1, 0)])
+    phases = tuple(
+        Phase("forward", 100, 100 + ns, rss, Memory(rss, anon, 0, 0), 0, 0, peak_cgroup_bytes=group)
+        for ns, rss, group, anon in passes
+    )
+    return replace(result, phases=(*result.phases, *phases), use=use)
+
+
+@pytest.mark.parametrize(
+    ("result", "figures", "needed_bytes"),
+    [
+        (passed(None, *PASSES), [22, 300, 900, 40, None, None], 0),
+        (passed(None), [None] * 6, 0),
+        (passed(Use(1000, "", (30, 50, 20)), *PASSES), [22, 300, 900, 40, 50, 1000], 1100),
+        (passed(Use(None, "backward", ()), *PASSES), [22, 300, 900, 40, None, None], 0),
+    ],
+    ids=["passes", "no use", "forked processes", "nothing sampled"],
+)
+def test_the_figures_of_a_use_are_of_all_passes_and_the_memory_is_that_after_the_last(
+    result: Result, figures: list[int | None], needed_bytes: int
+) -> None:
+    assert [COLUMNS[name].read(result) for name in USE_COLUMNS] == figures
+    assert metrics.use_needed_bytes(result) == needed_bytes
+
+
+def test_memory_as_a_multiple_of_the_model_counts_from_the_imports() -> None:
+    result = replace(make_result(), model_bytes=200, baseline=Memory(90, 50, 0, 0))
+    assert metrics.per_model(result, 450) == pytest.approx(2.0)
+    assert metrics.per_model(result, None) is None
+    for unknown in ({"baseline": None}, {"model_bytes": None}, {"model_bytes": 0}):
+        assert metrics.per_model(replace(result, **unknown), 450) is None
+
+
+def anonymous(multiple: float) -> Memory:
+    size = 200 * MIB + round(multiple * 1000 * MIB)
+    return Memory(size + 100 * MIB, size, 100 * MIB, 0)
+
+
+def used(
+    use: str, loaded: float = 0.0, most: float = 4.25, after: float = 4.03, **options: Any
+) -> Result:
+    """A load whose use takes 2 s; its memory is given in multiples of the model, above the import."""
+    is_forward = use == "forward"
+    changes: dict[str, Any] = {
+        "use": "" if is_forward else use,
+        "passes": int(is_forward),
+        "options": options,
+    }
+    cell = make_cell(ram_limit_bytes=None, **changes)
+    name = use if is_forward else f"use: {use}"
+    peak = anonymous(most).rss_bytes + MIB
+    phases = (
+        Phase("touch", SECOND, 2 * SECOND, anonymous(loaded).rss_bytes, anonymous(loaded), 1, 1),
+        Phase(name, 3 * SECOND, 5 * SECOND, peak, anonymous(after), 1, 1, peak_cgroup_bytes=peak),
+    )
+    return replace(
+        make_result(cell),
+        model_bytes=1000 * MIB,
+        baseline=anonymous(0.0),
+        peaks=Peaks(rss_bytes=GIB, anon_sampled_bytes=anonymous(loaded).anon_bytes),
+        phases=phases,
+        load_ns=SECOND,
+        ready_ns=2 * SECOND,
+        cost=Cost(wall_ns=9 * SECOND, first_use_ns=2 * SECOND),
+        environment=ENVIRONMENT,
+        use=Use(anonymous(most).anon_bytes),
+    )
+
+
+def test_the_gate_compares_the_figures_of_uses_and_names_their_phase() -> None:
+    (found,) = summarise([Records([used("adamw")])]).values()
+    assert found.figures["use_anon"].median == anonymous(4.03).anon_bytes
+    assert found.figures["use_peak_rss"].median == anonymous(4.25).rss_bytes + MIB
+    assert found.figures["use"].median == 2 * SECOND
+    assert "use: adamw" in found.phases
+    (found,) = summarise([Records([used("forward")])]).values()
+    assert not {"use", "use_anon", "use_peak_rss"} & found.figures.keys()
+    assert "forward" not in found.phases
+
+
+def test_the_time_and_the_floor_of_a_cell_include_its_use() -> None:
+    result = used("adamw")
+    assert used_ns(result) == 4 * SECOND
+    searched = floors([result, used("write", 0.0, 1.0, 1.0)])
+    assert [floor_label(searched)(one) for one in searched] == ["mmap_assign adamw", "mmap_assign write"]  # fmt: skip
+    first = next_cell(result.cell, [result], 0.01, 64 * GIB)
+    assert first and first.ram_limit_bytes
+    needed = anonymous(4.25).anon_bytes
+    assert 0 <= first.ram_limit_bytes - needed < 0.1 * needed
+
+
+def test_options_with_one_text_have_a_row_each() -> None:
+    sizes: list[tuple[float, Any]] = [(1.0, "1"), (2.0, 1)]
+    run = [used(use, size, 4.0, 4.0, x=x) for size, x in sizes for use in ("forward", "adamw")]
+    (table,) = uses(Measured(run))
+    assert [row[1] for row in table.rows] == ["1.00", "2.00"]
+
+
+# Limits -------------------------------------------------------------------------------------------
+
+
+def fields(results: list[Result]) -> dict[str, list[str]]:
+    """Return the words of each row of the survival matrix."""
+    (matrix,) = Measured(results).matrices
+    columns = range(len(matrix.limits))
+    rows = [[matrix.fields.get((row, column)) for column in columns] for row in range(len(matrix.labels))]  # fmt: skip
+    found = [[field.words if field else "-" for field in row] for row in rows]
+    return dict(zip(matrix.labels, found, strict=True))
+
+
+def test_the_matrix_of_a_sweep() -> None:
+    (matrix,) = Measured(a_sweep()[::-1]).matrices
+    assert matrix.limits == (None, 16 * GIB, 8 * GIB, 4 * GIB, GIB)
+    assert fields(a_sweep()) == {
+        "baseline": ["25.0 s", "26.0 s", "killed", "killed", "killed"],
+        "mmap_assign": ["5.00 s", "5.20 s", "6.00 s", "9.00 s", "41.0 s thrashes"],
+        "streaming": ["7.00 s", "7.50 s", "7.00 s", "killed", "killed"],
+    }
+
+
+def test_models_have_matrices_of_their_own_and_layouts_rows() -> None:
+    other = replace(make_cell().model, name="gpt2")
+    results = [
+        swept("a", limit, (5, 0), **changes)
+        for changes in ({}, {"format": "dcp"}, {"options": {"x": 1}}, {"model": other})
+        for limit in (8, 4)
+    ]
+    first, second = Measured(results).matrices
+    assert first.labels == ["a pt", "a dcp", "a pt x=1"]
+    assert second.labels == ["a"]
+    assert Measured([swept("a", None, (5, 0)), swept("a", 8, (5, 0))]).matrices == []  # one limit
+
+
+@pytest.mark.parametrize(
+    ("lives", "shown"),
+    [
+        (((6, 0), (9, 0), (7, 0)), "7.00 s"),
+        (((6, 0), None, (30, 2)), "killed (1 of 3)"),
+        (((6, 0), (40, 2), (30, 2)), "30.0 s thrashes (2 of 3)"),
+    ],
+)
+def test_the_worst_of_the_repeats_is_shown_with_its_number_else_the_median(
+    lives: tuple[tuple[float, float] | None, ...], shown: str
+) -> None:
+    repeats = [swept("a", 4, lived, repeat=number) for number, lived in enumerate(lives)]
+    ends = [swept("a", None, (5, 0)), swept("a", 8, (5, 0))]
+    assert fields([*ends, *repeats])["a"][2] == shown
+
+
+@pytest.mark.parametrize(
+    ("outcome", "pages", "said"),
+    [
+        (Outcome.TIMEOUT, MODEL_BYTES // 4096, "timeout thrashes"),
+        (Outcome.TIMEOUT, 0, "timeout"),
+        (Outcome.STRATEGY_FAILED, 0, "strategy_failed"),
+        (Outcome.SKIPPED, 0, "skipped"),
+    ],
+)
+def test_what_is_not_ok_is_named(outcome: Outcome, pages: int, said: str) -> None:
+    faults = Faults(1, 1, pages)
+    bad = replace(swept("a", 4, (5, 0)), outcome=outcome, ready_ns=None, faults=faults, phases=())
+    assert fields([swept("a", 8, (5, 0)), bad])["a"] == ["5.00 s", said]
+
+
+def test_rows_limits_and_disks_with_one_label_stay_apart() -> None:
+    for pair in (
+        ({"options": {"map_location": "1"}}, {"options": {"map_location": 1}}),
+        ({"command": ("a", "1")}, {"command": ("a", "2")}),
+    ):
+        lives = ((8, (5, 0)), (4, None))
+        results = [swept("a", limit, lived, **one) for one in pair for limit, lived in lives]
+        (table,) = survival(Measured(results))
+        texts = [[entry.text for entry in row[1:]] for row in table.entries]
+        assert texts == [["5.00 s", "killed"]] * 2
+    more, *_ = limits = [swept("a", limit, (5, 0)) for limit in (8, 4)]
+    more = replace(more, cell=replace(more.cell, ram_limit_bytes=8 * GIB + 1))
+    (table,) = survival(Measured([more, *limits]))
+    assert len(table.columns) == 1 + 3
+    disks = [
+        swept("a", None, (seconds, 0), disk_bytes_per_s=rate, options={"x": x})
+        for x, rate, seconds in (("1", 10**8, 5), (1, 10**8, 6), ("1", 10**8 + 1, 7))
+    ]
+    (table,) = slow_disks(Measured(disks))
+    assert [row[1:] for row in table.rows] == [["5.00 s", "7.00 s"], ["6.00 s", "-"]]
