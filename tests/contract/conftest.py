@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import warm_children
+from outside import warm_children
 from snapshots import Compare, kept
 
 FOLDER = Path(__file__).with_name("snapshots")

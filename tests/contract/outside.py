@@ -1,35 +1,46 @@
-"""Commands of weighin inside this process, their output without what differs between machines.
+"""All that the tests of this folder reach of weighin's inside; elsewhere they know its commands and files.
 
-The tests of this folder know weighin by its commands and files. What they need of its inside is here:
-a machine, predictions and a search for a floor in the place of those that take minutes.
+Commands run inside this process. A machine, predictions and a search for a floor stand in the place of
+those that take minutes.
 """
 
+import io
 import json
 import os
 import re
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, chdir, closing, contextmanager
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from unittest.mock import patch
 
-import command_line
+import click
 import pytest
+from warm_children import Forks
 
-from weighin import __version__, doctor
+from weighin import __version__, child_process, doctor
+from weighin.cell import Cell, ModelSpec
+from weighin.checkpoint import cache as checkpoints
+from weighin.cli import app
 from weighin.doctor import Capability
+from weighin.plan import loads
 from weighin.plan import start as plans
-from weighin.plan.task import Run
+from weighin.plan.start import start
+from weighin.plan.task import Node, Run
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, from_json
 from weighin.probes import environment
 from weighin.recommend import answer
 from weighin.records import run_folder
+from weighin.records.series import name_of
 from weighin.run import runner
+from weighin.settings.definition import COMMANDS, read_suite
 from weighin.show import write
+from weighin.suite import chosen_models, registry
 
 ROOT: Final = Path(__file__).parents[2]
 PUBLISHED: Final = ROOT / "results" / "published"
@@ -38,11 +49,22 @@ SNAPSHOTS: Final = Path(__file__).with_name("snapshots")
 _KEPT: Final = Path(__file__).with_name("predictions.json")
 _ELSEWHERE_MISSING: Final = ("pressure", "limit_events", "watcher", "written", "ran", "stopped")
 """Parts of a record that a kernel or an isolation may not give."""
+_FIXED: Final = {
+    "COLUMNS": "100",
+    "DOCKER_HOST": "unix:///nowhere/docker.sock",
+    "LINES": "40",
+    "NO_COLOR": "1",
+    "TERM": "dumb",
+    "WEIGHIN_DELEGATED": "1",  # else weighin could replace this process by one in a scope of systemd
+}
+_UNSET: Final = ("FORCE_COLOR", "GITHUB_STEP_SUMMARY", "WEIGHIN_PHASES", "XDG_CACHE_HOME")
+
+_ANY: Final = Node("any", "any", 2**60, 2**60, {"docker": "", "cgroup": "", "process": ""})
+"""A machine with all RAM and cgroups, on which commands are planned and not run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Printed:
-    """How a command ended, and what it printed."""
+class Ended(NamedTuple):
+    """The exit code of a command, and what it and its children wrote."""
 
     code: int
     out: str
@@ -53,12 +75,12 @@ class Printed:
         return json.loads(self.out)
 
 
-def weighin(folder: Path, *arguments: str, **variables: str) -> Printed:
-    """Type a command in ``folder``, in a terminal of 120 columns without colours."""
+def weighin(folder: Path, *arguments: str, **variables: str) -> Ended:
+    """Type a command in ``folder``, in a terminal of 120 columns, as every machine and version answers it."""
     around = {"COLUMNS": "120", "WEIGHIN_CACHE": f"{folder}/cache"}
     with chdir(folder):
-        ended = command_line.weighin(*arguments, **(around | variables))
-    return Printed(ended.code, plain(ended.out, folder), plain(ended.err, folder))
+        code, out, err = typed(*arguments, **(around | variables))
+    return Ended(code, plain(out, folder), plain(err, folder))
 
 
 def plain(text: str, folder: Path) -> str:
@@ -67,6 +89,57 @@ def plain(text: str, folder: Path) -> str:
     for place, name in sorted(places.items(), key=lambda one: -len(one[0])):
         text = re.sub(rf"(?<![\w/]){re.escape(place)}(?=/|\W|$)", name, text)
     return text.replace(f"weighin {__version__}", "weighin VERSION")
+
+
+def typed(*arguments: str | Path, **variables: str) -> Ended:
+    """Run ``weighin ARGUMENTS`` in this process, in the current folder, with an empty standard input."""
+    words = ["weighin", *map(str, arguments)]
+    with _environment(variables), _captured() as texts, patch.object(sys, "argv", words):
+        try:
+            app.main()
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int)
+    return Ended(code, *texts)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    with patch.dict(os.environ, _FIXED | variables):
+        for name in {*_UNSET} - {*variables}:
+            os.environ.pop(name, None)
+        yield
+
+
+@contextmanager
+def _captured() -> Iterator[list[str]]:
+    """Yield a list that has the texts of both outputs, of children too, when the context has ended."""
+    texts: list[str] = []
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+        given = stack.enter_context(Path(os.devnull).open(encoding="utf-8"))
+        for number, file in enumerate((given, *files)):
+            stack.callback(os.close, kept := os.dup(number))
+            stack.callback(os.dup2, kept, number)
+            os.dup2(file.fileno(), number)
+        streams = [io.TextIOWrapper(io.FileIO(n, "w", closefd=False), "utf-8", write_through=True) for n in (1, 2)]  # fmt: skip
+        for name, stream in zip(("stdin", "stdout", "stderr"), (given, *streams), strict=True):
+            stack.enter_context(patch.object(sys, name, stream))
+        yield texts
+        for file, stream in zip(files, streams, strict=True):
+            stream.flush()
+            file.seek(0)
+            texts.append(file.read().decode())
+
+
+def verbs() -> dict[str, click.Command]:
+    """Return the command ``weighin`` and its verbs, by what is typed: "weighin", "weighin bench"."""
+    found: dict[str, click.Command] = {"weighin": app.app}
+    for name, verb in app.app.commands.items():
+        found[f"weighin {name}"] = verb
+        if isinstance(verb, click.Group):
+            found |= {f"weighin {name} {inner}": each for inner, each in verb.commands.items()}
+    return found
 
 
 def flat(data: Any) -> str:
@@ -126,65 +199,6 @@ def changed(run: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]
     file.write_text("".join(f"{json.dumps(one)}\n" for one in records if one))
 
 
-def bare(cell: str) -> str:
-    """Return the text of a table's cell without the sign before it, such as a tick or a coloured dot."""
-    return re.sub(r"^(- (?=\w)|[^\w\s\-.≥+<(]+ )", "", " ".join(cell.split()))
-
-
-class _Tables(HTMLParser):
-    """The cells of each table of a page, as Markdown writes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self._cell: list[str] | None = None
-        self._is_hidden = False
-
-    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr" and self.tables:
-            self.tables[-1].append([])
-        elif tag in ("th", "td"):
-            self._cell = []
-        elif tag == "small" and self._cell is not None:
-            self._cell.append(" (" if self.tables[-1][1:] else " ")
-        elif tag == "span":
-            self._is_hidden = ("aria-hidden", "true") in attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("th", "td") and self._cell is not None:
-            self.tables[-1][-1].append(bare("".join(self._cell)))
-            self._cell = None
-        elif tag == "small" and self._cell is not None and self.tables[-1][1:]:
-            self._cell.append(")")
-        elif tag == "span":
-            self._is_hidden = False
-
-    def handle_data(self, data: str) -> None:
-        if self._cell is not None and not self._is_hidden:
-            self._cell.append(data)
-
-
-def html_tables(page: str) -> list[list[list[str]]]:
-    """Return the cells of each table of a page, by row."""
-    parser = _Tables()
-    parser.feed(page)
-    return parser.tables
-
-
-def markdown_tables(text: str) -> list[list[list[str]]]:
-    """Return the cells of each table of a text in Markdown, by row."""
-    tables: list[list[list[str]]] = [[]]
-    for line in text.splitlines():
-        if not line.startswith("| "):
-            tables.append([])
-        elif not line.startswith("| ---"):
-            cells = re.split(r"(?<!\\)\|", line)[1:-1]
-            tables[-1].append([bare(re.sub(r"\\(.)", r"\1", cell)) for cell in cells])
-    return [table for table in tables if table]
-
-
 @contextmanager
 def machine_of(run: str) -> Iterator[None]:
     """Let ``weighin recommend`` be on the machine of a published run, and predict as it did there."""
@@ -222,7 +236,7 @@ def _predict(planned: Sequence[Any], **_: Any) -> list[Prediction]:
 def found_floors(run: str) -> Iterator[None]:
     """Let ``weighin floor`` find at once what a published search found, and draw no pictures of it."""
 
-    def start(_: Any, folder: Path, *_nodes: Any) -> tuple[Any, str]:
+    def start_at_once(_: Any, folder: Path, *_nodes: Any) -> tuple[Any, str]:
         return Run(folder, [], None), ""  # type: ignore[arg-type]
 
     def search(task: Run, _: Any) -> Any:
@@ -230,7 +244,7 @@ def found_floors(run: str) -> Iterator[None]:
         return list(run_folder.read(task.folder).results)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "start", start)
+        patch.setattr(plans, "start", start_at_once)
         patch.setattr(runner, "search", search)
         patch.setattr(write, "draw", lambda *_: ())
         yield
@@ -246,4 +260,68 @@ def examined() -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "examine", lambda: doctor.Examination(found))
+        yield
+
+
+class Identity(NamedTuple):
+    """A cell: the name of its files and of its line in a baseline, without the repeat."""
+
+    files: str
+    series: str
+
+
+def _identities(cells: Iterable[Cell]) -> list[Identity]:
+    return list(dict.fromkeys(Identity(cell.series, name_of(cell)) for cell in cells))
+
+
+def recorded(run: Path) -> list[Identity]:
+    """Return the cells that a run's records have."""
+    return _identities(result.cell for result in run_folder.read(run).results)
+
+
+def planned(suite: Path, folder: Path) -> list[Identity]:
+    """Return the cells of a suite, in containers unless the suite names an isolation."""
+    if "commands:" in suite.read_text():
+        start(read_suite(suite, COMMANDS), folder, [_ANY])
+        return _identities(run_folder.read_plan(folder).cells)
+    content = read_suite(suite)
+    chosen = chosen_models.choose(content)
+    cells = loads.cells_of(
+        content,
+        chosen.specs,
+        registry.chosen(content, chosen.own_format),
+        "docker" if content.isolation == "auto" else content.isolation,
+        dtypes=chosen.dtypes,
+        own_formats=chosen.own_formats,
+    )
+    return _identities(each.cell for each in cells)
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint in the cache, whether it was made anew, and what weighin said about that."""
+
+    path: Path
+    made: bool
+    said: list[str]
+
+
+def checkpoint(
+    builder: str, kwargs: dict[str, Any], fmt: str, folder: Path, **choices: Any
+) -> Checkpoint:
+    """Return what a load of this model would read, with ``folder`` as the cache."""
+    said: list[str] = []
+    spec = ModelSpec(builder.rpartition(":")[2], builder, kwargs)
+    with _environment({"WEIGHIN_CACHE": str(folder)}):
+        found = checkpoints.ensure(spec, fmt, progress=lambda text, _: said.append(text), **choices)
+    return Checkpoint(found.path, found.made, [*dict.fromkeys(said), *found.warnings])
+
+
+@contextmanager
+def warm_children() -> Iterator[None]:
+    """Let processes that prepare checkpoints start with torch imported, which saves seconds each."""
+    preloaded = [f"weighin.checkpoint.{name}" for name in ("convert", "generate", "index")]
+    with (
+        closing(Forks("weighin.checkpoint", preloaded=["torch", *preloaded])) as forks,
+        patch.object(child_process, "module", forks.command),
+    ):
         yield

@@ -1,5 +1,7 @@
 """``weighin check``, ``compare`` and ``history`` over published runs, in every form that they print."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,8 @@ BASE = "gpt2-xl-16GiB"
 MIXED = ("gpt2-medium-ranks",)
 """Runs with more than one number of threads, of which no baseline can be made."""
 FACTORS = {
-    "baseline": 1.002,
-    "sequential": 1.02,
-    "meta_copy": 1.2,
-    "mmap_assign": 0.8,
-    "streaming": 1.0,
-}
+    "baseline": 1.002, "sequential": 1.02, "meta_copy": 1.2, "mmap_assign": 0.8, "streaming": 1.0,
+}  # fmt: skip
 """By how much the memory of each strategy is larger in a later run; per_param was not measured then."""
 
 
@@ -65,14 +63,13 @@ def test_a_run_passes_beside_a_baseline_made_of_it(name: str, tmp_path: Path) ->
 
 
 def test_a_run_that_changed(runs: Path, same: Compare) -> None:
-    to = ("--json", "check.json", "--junit", "check.xml", "--markdown", "check.md", "--github")
+    words = """check after --baseline baseline.json
+        --json check.json --junit check.xml --markdown check.md --github"""
     summary = runs / "summary.md"
-    printed = weighin(
-        runs, "check", "after", "--baseline", "baseline.json", *to, GITHUB_STEP_SUMMARY=str(summary)
-    )
+    printed = weighin(runs, *words.split(), GITHUB_STEP_SUMMARY=str(summary))
     assert printed.code == 1
     marked = [line for line in printed.out.splitlines() if line.startswith("::")]
-    same("gate/check.txt", outside.flat(json_of(runs / "check.json")))
+    same("gate/check.txt", outside.flat(json.loads((runs / "check.json").read_text())))
     same("gate/annotations.txt", "".join(f"{line}\n" for line in marked))
     same("gate/junit.xml", (runs / "check.xml").read_text())
     same("gate/summary.md", (runs / "check.md").read_text())
@@ -80,39 +77,41 @@ def test_a_run_that_changed(runs: Path, same: Compare) -> None:
     same("gate/notes.txt", printed.err)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("gpt2-medium-floors", "gpt2-medium-floors-again"),
-        ("gpt2-xl-8GiB", "gpt2-xl-16GiB"),
-        ("after-the-load-floors", "after-the-load"),
-    ],
-)
-def test_a_published_run_beside_another(
-    before: str, after: str, tmp_path: Path, same: Compare
-) -> None:
-    for name in (before, after):
+BESIDE = {
+    "gpt2-medium-floors-again": "gpt2-medium-floors",
+    "gpt2-xl-16GiB": "gpt2-xl-8GiB",
+    "after-the-load": "after-the-load-floors",
+}
+
+
+@pytest.mark.parametrize("after", BESIDE)
+def test_a_published_run_beside_another(after: str, tmp_path: Path, same: Compare) -> None:
+    for name in (BESIDE[after], after):
         outside.published(name, tmp_path)
     made = ("--baseline", "baseline.json", "--json")
-    assert weighin(tmp_path, "check", before, *made, "updated.json", "--update").code == 0
+    assert weighin(tmp_path, "check", BESIDE[after], *made, "updated.json", "--update").code == 0
     checked = weighin(tmp_path, "check", after, *made, "-")
     found = checked.data
     found["lines"] = [one for one in found["lines"] if one["verdict"] != "same"]
     same(f"gate/{after}.txt", f"exit code {checked.code}\n{outside.flat(found)}")
 
 
-def test_budgets_and_expected_outcomes(tmp_path: Path, same: Compare) -> None:
-    name = outside.published("gpt2-xl-8GiB", tmp_path)
-    budgets = [
-        "peak_rss <= 1.1 x model + 64MiB above import",
-        "streaming: anon <= 7GiB",
-        "ready <= 20 s",
-        "above_import <= 1 x model",
-    ]
-    words = [word for budget in budgets for word in ("--budget", budget)]
-    expected = ("--expect", "baseline=oom_killed,streaming=timeout", "--all")
-    printed = weighin(tmp_path, "check", name, *words, *expected, "--json", "-")
-    same("gate/budgets.txt", f"exit code {printed.code}\n{outside.flat(printed.data)}{printed.err}")
+PUBLISHED = {
+    "budgets": """check gpt2-xl-8GiB --budget 'peak_rss <= 1.1 x model + 64MiB above import'
+        --budget 'streaming: anon <= 7GiB' --budget 'ready <= 20 s' --budget 'above_import <= 1 x model'
+        --expect baseline=oom_killed,streaming=timeout --all --json -""",
+    "compare-floors": """compare gpt2-medium-floors gpt2-medium-floors-again
+        --metrics above_import --json -""",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_runs(name: str, tmp_path: Path, same: Compare) -> None:
+    words = shlex.split(PUBLISHED[name])
+    for each in {*RUNS} & {*words}:
+        outside.published(each, tmp_path)
+    printed = weighin(tmp_path, *words)
+    same(f"gate/{name}.txt", f"exit code {printed.code}\n{outside.flat(printed.data)}{printed.err}")
 
 
 @pytest.mark.parametrize("by", ["run", "machine"])
@@ -126,22 +125,9 @@ def test_runs_side_by_side(by: str, runs: Path, same: Compare) -> None:
     same(f"gate/compare-{by}.md", (runs / "side.md").read_text())
 
 
-def test_one_metric_of_two_searches(tmp_path: Path, same: Compare) -> None:
-    names = ("gpt2-medium-floors", "gpt2-medium-floors-again")
-    for name in names:
-        outside.published(name, tmp_path)
-    printed = weighin(tmp_path, "compare", *names, "--metrics", "above_import", "--json", "-")
-    same("gate/compare-floors.txt", outside.flat(printed.data))
-
-
 def test_a_metric_over_time(runs: Path, same: Compare) -> None:
     """The steps of a level are left out, which an estimate finds."""
-    printed = weighin(runs, "history", ".", "--metric", "anon", "--json", "-")
-    found = printed.data
+    found = weighin(runs, "history", ".", "--metric", "anon", "--json", "-").data
     for line in found["series"]:
         del line["steps"]
     same("gate/history.txt", outside.flat(found))
-
-
-def json_of(file: Path) -> Any:
-    return outside.Printed(0, file.read_text(), "").data

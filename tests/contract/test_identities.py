@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import Identity, planned, recorded, weighin
+from outside import Identity, planned, recorded, typed
 from snapshots import Compare
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def test_the_cells_of_a_published_run_keep_their_names(run: Path, same: Compare)
 )
 def test_a_baseline_holds_the_series_of_its_run(name: str, tmp_path: Path) -> None:
     run, file = ROOT / "results/published" / name, tmp_path / "baseline.json"
-    ended = weighin("check", run, "--baseline", file, "--update", "--partial")
+    ended = typed("check", run, "--baseline", file, "--update", "--partial")
     assert ended.code == 0, ended.err
     written = yaml.safe_load(file.read_text())["measured"]["series"]
     assert {*written} == {one.series for one in recorded(run)}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Checkpoint, checkpoint, weighin
 from old_files import BUILDER, KWARGS, put_cache
+from outside import Checkpoint, checkpoint, typed
 from snapshots import Compare
 
 MODEL = ("--model", BUILDER, "--set", f"kwargs={json.dumps(KWARGS)}", "--isolation", "process")
@@ -65,7 +65,7 @@ def test_an_old_checkpoint_is_used_as_it_is(entry: Path, fmt: str) -> None:
 
 def test_a_load_from_the_old_cache_is_right(entry: Path) -> None:
     before = _state(entry / "pt")
-    ended = weighin("bench", *MODEL, "-s", "baseline", "--use", "none", "--out", "run")
+    ended = typed("bench", *MODEL, "-s", "baseline", "--use", "none", "--out", "run")
     assert ended.code == 0, ended.err
     assert "making" not in ended.err
     assert _state(entry / "pt") == before
@@ -75,6 +75,10 @@ def _rewrite(path: Path, change: Callable[[Any], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
+
+
+def _with_another_size(marker: Any) -> None:
+    marker["files"]["model.pt"][0] = 1
 
 
 def _flip(file: Path) -> None:
@@ -114,25 +118,15 @@ HARMS: dict[str, Callable[[Path], object]] = {
     "an empty marker": lambda e: _put(e / "pt.json", b""),
     "a marker of another format": lambda e: shutil.copy(e / "per_param.json", e / "pt.json"),
     "a marker that is a list": lambda e: _put(e / "pt.json", b"[]"),
-    "a marker with another size": lambda e: _rewrite(
-        e / "pt.json", lambda one: one["files"]["model.pt"].__setitem__(0, 1)
-    ),
+    "a marker with another size": lambda e: _rewrite(e / "pt.json", _with_another_size),
     "no manifest": lambda e: (e / "manifest.json").unlink(),
-    "half a manifest": lambda e: _put(
-        e / "manifest.json", (e / "manifest.json").read_bytes()[:200]
-    ),
-    "a manifest of a later version": lambda e: _rewrite(
-        e / "manifest.json", lambda one: one.update(schema=2)
-    ),
-    "a manifest with a field more": lambda e: _rewrite(
-        e / "manifest.json", lambda one: one.update(colour="red")
-    ),
-    "a manifest without tensors": lambda e: _rewrite(
-        e / "manifest.json", lambda one: one.pop("tensors")
-    ),
+    "half a manifest": lambda e: _put(e / "manifest.json", (e / "manifest.json").read_bytes()[:200]),
+    "a manifest of a later version": lambda e: _rewrite(e / "manifest.json", lambda one: one.update(schema=2)),
+    "a manifest with a field more": lambda e: _rewrite(e / "manifest.json", lambda one: one.update(colour="red")),
+    "a manifest without tensors": lambda e: _rewrite(e / "manifest.json", lambda one: one.pop("tensors")),
     "killed while it was made": _kill,
     "a link to a later file": _link,
-}
+}  # fmt: skip
 
 
 def _put(file: Path, content: bytes) -> None:
@@ -167,7 +161,7 @@ def test_what_is_harmed_is_made_again(
 def test_a_load_finds_what_the_cache_cannot_see(entry: Path) -> None:
     """Neither the size nor the time of the file has changed: the checksums of the load decide."""
     _flip(entry / "pt/model.pt")
-    ended = weighin("bench", *MODEL, "-s", "baseline", "--use", "none", "--out", "run")
+    ended = typed("bench", *MODEL, "-s", "baseline", "--use", "none", "--out", "run")
     (record,) = map(json.loads, Path("run/records.jsonl").read_text().splitlines())
     assert (ended.code, record["outcome"]) == (5, "wrong_weights")
     assert "error: baseline: wrong_weights: " in ended.err
@@ -190,19 +184,27 @@ def test_another_seed_or_model_is_another_checkpoint(entry: Path) -> None:
     assert _state(entry) == before
 
 
-def test_what_a_killed_weighin_left_beside_is_removed(entry: Path) -> None:
-    before = _state(entry / "pt")
+def _left(cache: Path, entry: Path) -> None:
+    """Let a killed weighin have left half a checkpoint beside."""
     (entry / ".making-dead/pt").mkdir(parents=True)
     (entry / ".making-dead/pt/model.pt").write_bytes(b"half")
-    assert not _ensure(entry.parents[1]).made
+
+
+def _moved(cache: Path, entry: Path) -> None:
+    """Let the cache be on another disk, behind a link."""
+    (cache / "models").rename(cache / "elsewhere")
+    (cache / "models").symlink_to(cache / "elsewhere")
+
+
+@pytest.mark.parametrize("change", [_left, _moved])
+def test_a_cache_in_another_place_or_with_leftovers_is_used(
+    entry: Path, change: Callable[[Path, Path], None]
+) -> None:
+    before, cache = _state(entry / "pt"), entry.parents[1]
+    change(cache, entry)
+    assert not _ensure(cache).made
     assert _state(entry / "pt") == before
-    assert not (entry / ".making-dead").exists()
-
-
-def test_a_cache_on_another_disk_behind_a_link_is_used(entry: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache/models").rename(tmp_path / "elsewhere")
-    (tmp_path / "cache/models").symlink_to(tmp_path / "elsewhere")
-    assert not _ensure(tmp_path / "cache").made
+    assert not [*entry.glob(".making-*")]
 
 
 def test_the_old_cache_is_listed_and_cleared(entry: Path, tmp_path: Path, same: Compare) -> None:
@@ -212,9 +214,9 @@ def test_the_old_cache_is_listed_and_cleared(entry: Path, tmp_path: Path, same: 
     (tmp_path / "cache/notes.txt").write_text("mine")
     for fmt in ("pt.json", "per_param.json"):
         os.utime(entry / fmt, (1_800_000_000, 1_800_000_000 + (fmt == "pt.json")))
-    listed = weighin("cache", "list", "--json", "-").out.replace(str(tmp_path), "FOLDER")
+    listed = typed("cache", "list", "--json", "-").out.replace(str(tmp_path), "FOLDER")
     same("old_cache/list.json", listed)
-    assert weighin("cache", "clear", "--yes").code == 0
+    assert typed("cache", "clear", "--yes").code == 0
     assert not entry.exists()
     assert (tmp_path / "mine/file").read_text() == "mine"
     assert (tmp_path / "cache/notes.txt").exists()

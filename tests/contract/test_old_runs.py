@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import weighin
 from old_files import BEFORE, ROOT, put_cache, put_run
+from outside import typed
 from snapshots import Compare
 
 PUBLISHED = ROOT / "results/published"
@@ -28,7 +28,7 @@ def _records(run: Path) -> list[dict[str, Any]]:
 def _resume(verb: str, run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Resume a run, and return its old and its new records; the old ones are as they were."""
     before = (run / "records.jsonl").read_bytes()
-    ended = weighin(verb, "--resume", run, "--trust")
+    ended = typed(verb, "--resume", run, "--trust")
     assert ended.code == 0, ended.err
     after = (run / "records.jsonl").read_bytes()
     assert after.startswith(before)
@@ -71,7 +71,7 @@ def test_run_measures_the_rest_of_an_old_run(change: Callable[[Path], object]) -
     old = _records(run)
     before = (run / "records.jsonl").read_bytes()
     change(run)
-    ended = weighin("run", "--resume", run, "--trust")
+    ended = typed("run", "--resume", run, "--trust")
     assert (ended.code, ended.out.splitlines()[0]) == (0, "line")
     assert (run / "records.jsonl").read_bytes().startswith(before)
     (new,) = _records(run)[len(old) :]
@@ -102,7 +102,7 @@ def test_floor_goes_on_with_an_old_search() -> None:
 
 def test_a_run_of_commands_is_not_started_without_consent() -> None:
     put_run("run", Path("run"))
-    ended = weighin("run", "--resume", "run")
+    ended = typed("run", "--resume", "run")
     assert (ended.code, ended.out) == (2, "")
     assert "run/plan.json names code that is not part of weighin" in ended.err
     assert len(_records(Path("run"))) == 1
@@ -114,11 +114,11 @@ def test_a_plan_of_a_later_weighin_is_refused_and_its_records_are_read(verb: str
     records = (run / "records.jsonl").read_bytes()
     plan = (run / "plan.json").read_text()
     (run / "plan.json").write_text(plan.replace('"schema": 1', '"schema": 2', 1))
-    ended = weighin(verb, "--resume", run, "--trust")
+    ended = typed(verb, "--resume", run, "--trust")
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("error: run/plan.json: written by a newer weighin (schema 2;")
     assert (run / "records.jsonl").read_bytes() == records
-    ended = weighin("report", run, "--format", "csv")
+    ended = typed("report", run, "--format", "csv")
     assert "weighin cannot tell whether the run is complete" in ended.err
     assert len(Path("run/summary.csv").read_text().splitlines()) > 1
 
@@ -126,7 +126,7 @@ def test_a_plan_of_a_later_weighin_is_refused_and_its_records_are_read(verb: str
 @pytest.mark.parametrize("verb", ["bench", "run", "floor"])
 def test_a_report_says_how_to_go_on(verb: str) -> None:
     put_run(verb, Path("run"))
-    ended = weighin("report", "run", "--format", "csv")
+    ended = typed("report", "run", "--format", "csv")
     assert ended.code == 0
     assert f"weighin {verb} --resume run measures the rest" in ended.err
 
@@ -147,7 +147,7 @@ CHECKS = {
 def test_an_old_baseline_judges_as_before(name: str, same: Compare) -> None:
     baseline, run, more = CHECKS[name]
     file = BEFORE / "baselines" / f"{baseline}.yaml"
-    ended = weighin("check", PUBLISHED / run, "--baseline", file, *more)
+    ended = typed("check", PUBLISHED / run, "--baseline", file, *more)
     said = f"exit code {ended.code}\n{ended.out}{ended.err}".replace(str(ROOT), "CHECKOUT")
     same(f"old_runs/{name}.txt", "".join(f"{line.rstrip()}\n" for line in said.splitlines()))
 
@@ -156,7 +156,7 @@ def test_an_old_baseline_is_kept_where_nothing_has_changed() -> None:
     file = Path("baseline.yaml")
     file.write_bytes((BEFORE / "baselines/converting-files.yaml").read_bytes())
     before = file.read_text()
-    ended = weighin("check", PUBLISHED / "converting-files", "--baseline", file, "--update")
+    ended = typed("check", PUBLISHED / "converting-files", "--baseline", file, "--update")
     assert (ended.code, file.read_text()) == (0, before)
     assert "baseline.yaml is up to date" in ended.out
 
@@ -177,7 +177,7 @@ def test_no_reader_takes_an_incomplete_run_for_a_complete_one(same: Compare) -> 
     put_run("bench", Path("run"))
     said = []
     for line in INCOMPLETE:
-        ended = weighin(*shlex.split(line))
+        ended = typed(*shlex.split(line))
         said += [f"$ weighin {line}", f"exit code {ended.code}", *_of_cells(ended.out + ended.err)]
     for name in ("report.md", "report.html", "summary.csv", "bmf.json", "gha.json", "compared.md"):
         text = re.sub(r"<style>.*?</style>|<script.*?</script>", "", Path("run", name).read_text())

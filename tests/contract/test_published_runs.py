@@ -30,11 +30,9 @@ def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder / name
 
 
-def test_the_text(reported: Path, same: Compare) -> None:
+def test_the_text_the_terminal_and_the_figures(reported: Path, same: Compare) -> None:
     same(f"reports/{reported.name}.md", (reported / "report.md").read_text())
-
-
-def test_the_columns_and_figures_of_the_summary(reported: Path, same: Compare) -> None:
+    same(f"terminals/{reported.name}.txt", (reported.parent / "printed.txt").read_text())
     same(f"summaries/{reported.name}.csv", (reported / "summary.csv").read_text())
 
 
@@ -51,16 +49,6 @@ def test_the_json_beside_the_figures(reported: Path, same: Compare) -> None:
     document = json.loads((reported.parent / "report.json").read_text())
     document["series"] = list(document["series"][0])
     same(f"verbs/report-{reported.name}.txt", outside.flat(document))
-
-
-def test_a_terminal_of_120_columns(reported: Path, same: Compare) -> None:
-    same(f"terminals/{reported.name}.txt", (reported.parent / "printed.txt").read_text())
-
-
-def test_the_page_has_the_tables_of_the_text(reported: Path) -> None:
-    in_text = outside.markdown_tables((reported / "report.md").read_text())
-    on_page = outside.html_tables((reported / "report.html").read_text())
-    assert [table for table in on_page if table[0] != ["setting", "value"]] == in_text
 
 
 @pytest.mark.parametrize("name", EXPORTED)

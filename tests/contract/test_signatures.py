@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,7 +11,7 @@ from typing import Any, cast
 
 import click
 import pytest
-from command_line import verbs, weighin
+from outside import typed, verbs
 from snapshots import Compare
 
 ROOT = Path(__file__).parents[2]
@@ -88,37 +87,24 @@ def _option(option: click.Parameter) -> str:
 @pytest.mark.parametrize("name", verbs())
 def test_the_options_of_a_verb_and_their_defaults(name: str, same: Compare) -> None:
     params = verbs()[name].params
-    same(
-        f"signatures/verbs/{name}.txt",
-        "".join(f"{line}\n" for line in sorted(map(_option, params))),
-    )
-    shown = weighin(*name.split()[1:], "--help").out
+    lines = sorted(map(_option, params))
+    same(f"signatures/verbs/{name}.txt", "\n".join([*lines, ""]))
+    shown = typed(*name.split()[1:], "--help").out
     options = [one.opts[-1] for one in params if isinstance(one, click.Option)]
     assert [one for one in options if one not in shown] == []
 
 
+BENCH, RUN = "bench --suite ./suite.yaml", "run --suite ./suite.yaml"
 KEYS = {
-    "suite": ("suite.yaml", "models: gpt2-tiny\nx: 1\n", "bench --suite ./suite.yaml"),
-    "suite of commands": ("suite.yaml", "commands: 'true'\nx: 1\n", "run --suite ./suite.yaml"),
-    "command": (
-        "suite.yaml",
-        "commands: [{name: a, command: 'true', x: 1}]\n",
-        "run --suite ./suite.yaml",
-    ),
-    "model of a suite": (
-        "suite.yaml",
-        "models: {name: a, folder: b, x: 1}\n",
-        "bench --suite ./suite.yaml",
-    ),
-    "strategy of a suite": (
-        "suite.yaml",
-        "models: gpt2-tiny\nstrategies: {name: a, x: 1}\n",
-        "bench --suite ./suite.yaml",
-    ),
+    "suite": ("suite.yaml", "models: gpt2-tiny\nx: 1\n", BENCH),
+    "suite of commands": ("suite.yaml", "commands: 'true'\nx: 1\n", RUN),
+    "command": ("suite.yaml", "commands: [{name: a, command: 'true', x: 1}]\n", RUN),
+    "model of a suite": ("suite.yaml", "models: {name: a, folder: b, x: 1}\n", BENCH),
+    "strategy of a suite": ("suite.yaml", "models: gpt2-tiny\nstrategies: {name: a, x: 1}\n", BENCH),
     "pyproject": ("pyproject.toml", "[tool.weighin]\nx = 1\n", "list"),
     "pyproject of bench": ("pyproject.toml", "[tool.weighin.bench]\nx = 1\n", "list"),
     "pyproject of run": ("pyproject.toml", "[tool.weighin.run]\nx = 1\n", "list"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -129,7 +115,7 @@ def test_the_keys_of_a_file(
     monkeypatch.chdir(tmp_path)
     file, text, words = KEYS[name]
     Path(file).write_text(text)
-    ended = weighin(*words.split())
+    ended = typed(*words.split())
     assert ended.code == 2
     known = ended.err.partition("known")[2].partition(": ")[2].strip().split(", ")
     same(f"signatures/keys/{name}.txt", "".join(f"{key}\n" for key in sorted(known)))
@@ -140,12 +126,12 @@ def test_the_verbs(same: Compare) -> None:
 
 
 def test_the_short_ways_to_help() -> None:
-    whole = weighin("bench", "--help")
+    whole = typed("bench", "--help")
     assert whole.code == 0
-    assert weighin("bench", "-h") == weighin("help", "bench") == whole
-    assert weighin().code == 2
-    assert weighin().err == weighin("--help").out
-    assert weighin("--version").out.split()[0] == "weighin"
+    assert typed("bench", "-h") == typed("help", "bench") == whole
+    assert typed().code == 2
+    assert typed().err == typed("--help").out
+    assert typed("--version").out.split()[0] == "weighin"
 
 
 class _Parser:
@@ -185,64 +171,17 @@ def test_what_the_wheel_offers_to_others(same: Compare) -> None:
     same("signatures/wheel.json", json.dumps(offered, indent=1) + "\n")
 
 
-@pytest.mark.parametrize(
-    ("group", "function", "kind"),
-    [("weighin.strategies", "load", "strategies"), ("weighin.saving", "save", "saving")],
-)
-def test_another_package_adds_a_strategy_by_an_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, function: str, kind: str
+def test_another_package_adds_a_way_of_saving_by_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = tmp_path / "theirs-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(f"[{group}]\ntheirs = their_way\n")
-    (tmp_path / "their_way.py").write_text(f'"""Theirs."""\n\ndef {function}(job): ...\n')
+    (about / "entry_points.txt").write_text("[weighin.saving]\ntheirs = their_way\n")
+    (tmp_path / "their_way.py").write_text('"""Theirs."""\n\ndef save(job): ...\n')
     monkeypatch.syspath_prepend(tmp_path)
-    listed = json.loads(weighin("list", "strategies", "--json", "-").out)
-    found = [one for one in listed[kind] if one["name"] == "their_way"]
+    listed = json.loads(typed("list", "strategies", "--json", "-").out)
+    found = [one for one in listed["saving"] if one["name"] == "their_way"]
     assert [(one["summary"], one["path"]) for one in found] == [
         ("Theirs.", str(tmp_path / "their_way.py"))
     ]
-
-
-def test_phases_do_nothing_outside_of_weighin(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weighin import phase
-
-    @phase("add")
-    def add(one: int, other: int = 1) -> int:
-        """Add."""
-        with phase("inside"):
-            return one + other
-
-    assert (add(2), add(2, other=3), add.__name__, add.__doc__) == (3, 5, "add", "Add.")
-    with pytest.raises(ZeroDivisionError), phase("wrong"):
-        1 / 0  # noqa: B018
-
-
-PROGRAM = """
-import weighin
-
-with weighin.phase("read"):
-    with weighin.phase("inner"):
-        data = bytes(30 << 20)
-
-@weighin.phase("work")
-def work():
-    return len(data)
-
-work()
-work()
-"""
-
-
-def test_the_phases_of_a_program_are_in_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("program.py").write_text(PROGRAM)
-    words = ("--isolation", "process", "--no-stacks", "--out", "run")
-    ended = weighin("run", *words, "--", sys.executable, "program.py")
-    assert ended.code == 0, ended.err
-    record = json.loads(Path("run/records.jsonl").read_text())
-    names = [phase["name"] for phase in record["phases"]]
-    assert names == ["read", "inner", "work", "work"]

@@ -7,8 +7,7 @@ from struct import pack
 
 import outside
 import pytest
-from command_line import verbs
-from outside import weighin
+from outside import verbs, weighin
 from snapshots import Compare
 
 ELSEWHERE = {"report", "compare", "check", "history", "recommend", "predict"}

@@ -14,8 +14,8 @@ from typing import Final
 from zlib import crc32
 
 import pytest
-from command_line import Ended, weighin
 from old_files import BUILDER, KWARGS, put_cache, put_run
+from outside import Ended, typed
 from snapshots import Compare
 
 TABLES: Final = sorted(Path(__file__).with_name("snapshots").glob("wrong_inputs/*.txt"))
@@ -123,7 +123,7 @@ def test_what_is_wrong_is_said_and_has_its_exit_code(
     assert lines
     answers = []
     for line in lines:
-        ended = weighin(*shlex.split(line)[2:])
+        ended = typed(*shlex.split(line)[2:])
         answers.append(f"{line}\nexit code {ended.code}\n{_plain(ended, inputs)}")
     same(f"wrong_inputs/{table.name}", "\n".join(answers))
     left = {name.split("/")[0] for name in _tree(inputs) - before}
@@ -151,7 +151,7 @@ def test_a_second_run_on_the_machine_is_refused(inputs: Path) -> None:
     lock = str(inputs / "lock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
         held.bind(f"\0weighin-measuring-{crc32(lock.encode()):08x}")
-        ended = weighin(*BENCH, "-s", "baseline", WEIGHIN_LOCK=lock)
+        ended = typed(*BENCH, "-s", "baseline", WEIGHIN_LOCK=lock)
     assert (ended.code, ended.out) == (4, "")
     assert ended.err.endswith(
         "error: another run is measuring on this machine\nwait for its end: weighin bench --set"
@@ -161,7 +161,7 @@ def test_a_second_run_on_the_machine_is_refused(inputs: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(inputs: Path) -> None:
     words = ("bench", "gpt2-tiny", "--isolation", "process")
-    ended = weighin(*words, WEIGHIN_CACHE=str(inputs / "taken"))
+    ended = typed(*words, WEIGHIN_CACHE=str(inputs / "taken"))
     assert ended.code == 2
     assert ended.err.splitlines()[-2:] == [
         f"error: cannot write to the cache {inputs}/taken: Not a directory",
@@ -179,7 +179,7 @@ STRATEGIES: Final = {
 def test_strategies_that_fail_are_results_and_end_with_5(inputs: Path, same: Compare) -> None:
     for name, body in STRATEGIES.items():
         Path(f"{name}.py").write_text(f'"""Fail."""\n\ndef load(job):\n    {body}\n')
-    ended = weighin(
+    ended = typed(
         *(*BENCH, "--use", "none", "--out", "run"),
         *("-s", ",".join(f"./{name}.py" for name in STRATEGIES)),
     )
