@@ -26,10 +26,7 @@ CONTAINER = "0123456789abcdef" * 4
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine answers: a status, and a body as JSON, or as it is if it is bytes.
-
-    The status 101 gives the connection to a stream.
-    """
+    """A status, and a body as JSON; the status 101 gives the connection to a stream."""
 
     status: int
     body: Any = None
@@ -46,17 +43,13 @@ class Request:
 
 
 class RecordedEngine(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """An engine at the socket ``path``.
-
-    Attributes:
-        answers: the answers of each call; the last one is given again and again.
-        requests: what it was asked, oldest first.
-    """
+    """An engine at the socket ``path``."""
 
     daemon_threads = True
 
     def __init__(self, path: Path) -> None:
         recorded = json.loads(RECORDED.read_text())
+        # The last answer to each call is given again and again.
         self.answers = {call: [Answer(*each)] for call, each in recorded.items()}
         self.requests: list[Request] = []
         self.streams: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -65,7 +58,6 @@ class RecordedEngine(socketserver.ThreadingMixIn, socketserver.UnixStreamServer)
         super().__init__(str(path), _Handler)
 
     def says(self, call: str, *answers: Answer) -> None:
-        """Answer a call in this way; several answers follow each other."""
         self.answers[call] = list(answers)
 
     def has(self, call: str, **fields: Any) -> None:
@@ -79,7 +71,6 @@ class RecordedEngine(socketserver.ThreadingMixIn, socketserver.UnixStreamServer)
         self.has("GET /containers/ID/json", State=answer.body["State"] | fields)
 
     def asked(self, call: str) -> list[Request]:
-        """Return the requests of one call."""
         return [request for request in self.requests if request.call == call]
 
     def calls(self) -> list[str]:
@@ -88,7 +79,7 @@ class RecordedEngine(socketserver.ThreadingMixIn, socketserver.UnixStreamServer)
 
     def attached(self) -> socket.socket:
         """Return the engine's end of the next stream that was asked for."""
-        return self.streams.get(timeout=10)
+        return self.streams.get(timeout=60)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         connection, address = super().get_request()
@@ -132,12 +123,15 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(content) if length and is_json else content
         call = f"{self.command} {_named(url.path)}"
         answer = self.server.answer(Request(call, url.path, dict(parse_qsl(url.query)), body))
-        if answer.status == 101:
-            self._upgrade()
+        if answer.status == 101:  # the server must not close the connection: the test gets it
+            self.send_response(101, "UPGRADED")
+            self.send_header("Connection", "Upgrade")
+            self.send_header("Upgrade", "tcp")
+            self.end_headers()
+            self.close_connection = True
+            self.server.streams.put(self.connection.dup())
             return
-        is_output = isinstance(answer.body, bytes)
-        content = answer.body if is_output else json.dumps(answer.body).encode()
-        content = b"" if answer.body is None else content
+        content = b"" if answer.body is None else json.dumps(answer.body).encode()
         self.send_response(answer.status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
@@ -145,15 +139,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     do_GET = do_POST = do_DELETE = _handle  # noqa: N815 (the names that http.server calls)
-
-    def _upgrade(self) -> None:
-        """Answer, and give the connection to the test: the server must not close it here."""
-        self.send_response(101, "UPGRADED")
-        self.send_header("Connection", "Upgrade")
-        self.send_header("Upgrade", "tcp")
-        self.end_headers()
-        self.close_connection = True
-        self.server.streams.put(self.connection.dup())
 
     def log_message(self, *_: object) -> None: ...
 

@@ -1,19 +1,29 @@
 """What an engine is asked for each container, and what becomes of engines that are refused."""
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import docker
 import pytest
+import requests.exceptions
+import urllib3.exceptions
+from docker.errors import APIError, DockerException
+from factories import refused
 from fakes import JOB
 from leftovers import wait_until
 from recorded_engine import CONTAINER, Answer, RecordedEngine, playing
+from snapshots import Compare
 
 from weighin import child_process
 from weighin.cell import Cell, Job
@@ -21,17 +31,19 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import cgroup, select
 from weighin.isolation import docker as docker_isolation
 from weighin.isolation.base import Exit, Streams
-from weighin.isolation.docker import DockerIsolation, DockerStarted, connect, remove
+from weighin.isolation.docker import (
+    DockerIsolation,
+    DockerStarted,
+    _Pump,
+    connect,
+    explained,
+    remove,
+)
 from weighin.probes.cgroup import LOCK_VARIABLE, is_exiting, this_process
 from weighin.units import MIB
 
-LAST_THREAD = """
-import ctypes, threading, time
-threading.Thread(target=time.sleep, args=[60]).start()
-print(end="x", flush=True)
-ctypes.CDLL(None).pthread_exit(None)
-"""
-ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
+USER = f"{os.getuid()}:{os.getgid()}"
+HOST = socket.gethostname()
 
 
 @pytest.fixture
@@ -42,29 +54,161 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded
         yield played
 
 
-def job(**fields: Any) -> Job:
-    return replace(JOB, cell=replace(JOB.cell, isolation="docker", **fields))
-
-
 def start(job: Job = JOB) -> None:
     DockerIsolation().start(job.cell, ["python"], job.target)
 
 
-def created(engine: RecordedEngine, wanted: Job = JOB) -> dict[str, Any]:
-    """Return what the engine is asked to create for a job."""
+def foreign(engine: RecordedEngine, act: Callable[[], object]) -> None:
+    """Let ``act`` start a container, which is removed because its processes are not here."""
     with pytest.raises(IsolationUnavailable, match="are not visible here"):
-        start(wanted)
+        act()
     engine.attached().close()
+
+
+# -- what an engine is asked to create
+
+
+def shown(engine: RecordedEngine, folder: Path) -> str:
+    """Return what the engine was asked to create, without what differs from machine to machine."""
     [request] = engine.asked("POST /containers/create")
-    return dict(request.body) | request.query
+    body = {name: value for name, value in request.body.items() if value} | request.query
+    for name in ("AttachStdin", "AttachStdout", "AttachStderr"):  # by the SDK
+        del body[name]
+    host = body["HostConfig"] = {name: value for name, value in body["HostConfig"].items() if value}
+    mounts = host.pop("Mounts")
+    assert {mount["Type"] for mount in mounts} == {"bind"}
+    host["Mounts"] = {
+        mount["Target"]: "read-only" if mount["ReadOnly"] else mount["Source"]
+        for mount in mounts
+        if not mount["ReadOnly"] or mount["Target"].startswith((str(folder), "/weighin/sh"))
+    } | {"/usr": any(mount["Target"] == "/usr" for mount in mounts)}
+    body["name"] = body["name"].replace(str(os.getpid()), "PID").rpartition("-")[0]
+    if body.get("User") == USER:
+        body["User"] = "USER"
+    text = json.dumps(body, indent=1, sort_keys=True)
+    for value, name in (
+        (str(folder), "FOLDER"),
+        (this_process(), "OWNER"),
+        (f'"{HOST}"', '"HOST"'),
+    ):
+        text = text.replace(value, name)
+    return text + "\n"
+
+
+WORKERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "worker": ({}, {}),
+    # The limit is set when the container and the worker's shell have started.
+    "limit on v1": ({"ram_limit_bytes": 64 * MIB}, {"CgroupVersion": "1"}),
+    "limit on v2": ({"ram_limit_bytes": 64 * MIB}, {"CgroupVersion": "2"}),
+    "gpu": ({"device": "cuda"}, {}),
+    # Root of a rootless engine is this user; no user is mapped.
+    "rootless": ({}, {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]}),
+    "userns": ({}, {"SecurityOptions": ["name=seccomp,profile=default", "name=userns"]}),
+}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_what_an_engine_creates_for_a_worker(
+    engine: RecordedEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    same: Compare,
+    name: str,
+) -> None:
+    fields, info = WORKERS[name]
+    engine.has("GET /info", **info)
+    monkeypatch.delenv(LOCK_VARIABLE)
+    files = {"/dev": [Path("/dev/null")]}
+    monkeypatch.setattr(Path, "glob", lambda path, _: files.get(str(path), []))
+    cell = replace(JOB.cell, isolation="docker", **fields)
+    foreign(engine, lambda: start(replace(JOB, cell=cell)))
+    same(f"docker/{name.replace(' ', '_')}.json", shown(engine, tmp_path))
+
+
+def test_a_save_may_write_to_its_folder_alone(
+    engine: RecordedEngine, tmp_path: Path, same: Compare
+) -> None:
+    (tmp_path / "real").mkdir()
+    (link := tmp_path / "link").symlink_to(tmp_path / "real")
+    foreign(engine, lambda: start(replace(JOB, target=str(link))))
+    assert json.loads(shown(engine, tmp_path))["HostConfig"]["Mounts"] == {
+        "FOLDER/link": "FOLDER/real", "FOLDER/real": "FOLDER/real", "/usr": True
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("image", ["", "some:image"], ids=["this machine", "an image"])
+def test_a_command_sees_its_folder_and_runs_as_this_user(
+    image: str,
+    engine: RecordedEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    same: Compare,
+) -> None:
+    monkeypatch.delenv(LOCK_VARIABLE)
+    data = tmp_path / "data"
+    data.touch()
+    cell = Cell.of_command("serve", ("serve", "model"), "docker", ram_limit_bytes=64 * MIB)
+    with Path(os.devnull).open("r+b") as nothing, pytest.raises(IsolationUnavailable):
+        streams = Streams(*[nothing.fileno()] * 3)
+        DockerIsolation(image).start(cell, cell.command, str(tmp_path), streams, [str(data)])
+    engine.attached().close()
+    name = "command_of_an_image" if image else "command"
+    same(f"docker/{name}.json", shown(engine, tmp_path))
+    assert len(engine.asked("DELETE /containers/ID")) == 1
+
+
+def test_paths_that_cannot_be_mounted(tmp_path: Path) -> None:
+    cell, isolation = Cell.of_command("x", ("x",), "docker"), DockerIsolation("some:image")
+    with pytest.raises(ConfigError, match="the current folder / cannot be mounted"):
+        isolation.start(cell, cell.command, "/", Streams())
+    with pytest.raises(ConfigError, match=f"mounts: {tmp_path}/no: there is no such file"):
+        isolation.start(cell, cell.command, str(tmp_path), Streams(), [f"{tmp_path}/no"])
+
+
+def test_the_variables_of_a_worker_are_its_cells_and_those_that_change_figures(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(docker_isolation, "DockerStarted", lambda *given_: given.extend(given_))
+    for name in ("MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "SECRET"):
+        monkeypatch.setenv(name, "7")
+    cell = replace(JOB.cell, isolation="docker", environment={"OMP_NUM_THREADS": "2"})
+    start(replace(JOB, cell=cell))
+    [told] = [one for one in given if isinstance(one, dict)]
+    variables = dict(line.split("=", 1) for line in told["environment"])
+    assert (variables["MALLOC_ARENA_MAX"], variables["OMP_NUM_THREADS"]) == ("7", "2")
+    assert (variables["HOME"], variables["PYTHONDONTWRITEBYTECODE"]) == ("/tmp", "1")
+    assert "SECRET" not in variables
+
+
+def test_the_empty_image_is_made_where_it_is_missing(engine: RecordedEngine) -> None:
+    foreign(engine, start)
+    assert engine.asked("POST /images/create") == []
+    engine.says("GET /images/json", Answer(200, []))
+    engine.says("POST /images/create", Answer(500, {"message": "no space left on device"}))
+    assert "could not start a container: no space left" in refused(start)
+    [asked] = engine.asked("POST /images/create")
+    assert (asked.query["repo"], asked.query["tag"]) == ("localhost/weighin-empty", "latest")
+
+
+def test_a_record_names_the_engine_and_the_users_image(engine: RecordedEngine) -> None:
+    described = {
+        "engine": "20.10.24+dfsg1",
+        "cgroup_driver": "cgroupfs",
+        "cgroup_version": "1",
+        "storage_driver": "overlay2",
+    }
+    assert DockerIsolation().describe() == described
+    assert DockerIsolation("some:image").describe() == described | {"image": "some:image"}
+
+
+# -- engines that are refused
 
 
 def test_an_engine_whose_processes_are_not_here_is_refused_and_keeps_no_container(
     engine: RecordedEngine,
 ) -> None:
-    with pytest.raises(IsolationUnavailable, match="are not visible here"):
-        DockerIsolation().check()
-    engine.attached().close()
+    foreign(engine, DockerIsolation().check)
     assert engine.calls() == [
         "POST /containers/create",
         "POST /containers/ID/attach",
@@ -87,36 +231,33 @@ def test_auto_passes_a_foreign_engine_and_says_so(
     )
 
 
+NO_LIMIT = "cannot limit the memory and swap of a container\nboot with cgroup_"
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "why"),
+    ("info", "swap", "why"),
     [
-        (
-            "MemoryLimit",
-            False,
-            "cannot limit the memory and swap of a container\nboot with cgroup_",
-        ),
-        ("SwapLimit", False, "cannot limit the memory and swap of a container\nboot with cgroup_"),
-        ("KernelVersion", "6.12.5-linuxkit", "are not visible here\nrun weighin on the engine's"),
+        ({"MemoryLimit": False}, True, NO_LIMIT),
+        ({"SwapLimit": False}, True, NO_LIMIT),
+        ({"SwapLimit": False, "KernelVersion": os.uname().release}, False, ""),
+        ({"KernelVersion": "6.12.5-linuxkit"}, True, "are not visible here\nrun weighin on the engine's"),
     ],
-)
+    ids=["no memory limit", "no swap limit", "no swap", "another kernel"],
+)  # fmt: skip
 def test_an_engine_that_cannot_limit_here_does_not_pass(
-    engine: RecordedEngine, field: str, value: object, why: str, monkeypatch: pytest.MonkeyPatch
+    engine: RecordedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    info: dict[str, Any],
+    swap: bool,
+    why: str,
 ) -> None:
-    monkeypatch.setattr(cgroup, "swap_is_on", lambda: True)
-    engine.has("GET /info", **{field: value})
-    with pytest.raises(IsolationUnavailable, match=why):
-        DockerIsolation().check()
-    assert engine.calls() == []
-
-
-def test_an_engine_that_counts_no_swap_passes_on_a_machine_without_any(
-    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cgroup, "swap_is_on", lambda: False)
-    engine.has("GET /info", SwapLimit=False, KernelVersion=os.uname().release)
-    with pytest.raises(IsolationUnavailable, match="are not visible here"):  # it was tried
-        DockerIsolation().check()
-    engine.attached().close()
+    monkeypatch.setattr(cgroup, "swap_is_on", lambda: swap)
+    engine.has("GET /info", **info)
+    if why:
+        assert why in refused(DockerIsolation().check)
+        assert engine.calls() == []
+    else:
+        foreign(engine, DockerIsolation().check)  # it was tried
 
 
 def test_a_container_whose_first_process_ends_at_once(engine: RecordedEngine) -> None:
@@ -126,112 +267,82 @@ def test_a_container_whose_first_process_ends_at_once(engine: RecordedEngine) ->
     engine.attached().close()
 
 
-def test_the_empty_image_is_made_where_it_is_missing(engine: RecordedEngine) -> None:
-    created(engine)
-    assert engine.asked("POST /images/create") == []
-    engine.says("GET /images/json", Answer(200, []))
-    engine.says("POST /images/create", Answer(500, {"message": "no space left on device"}))
-    with pytest.raises(IsolationUnavailable, match="could not start a container: no space left"):
-        start()
-    [asked] = engine.asked("POST /images/create")
-    assert (asked.query["repo"], asked.query["tag"]) == ("localhost/weighin-empty", "latest")
+ADDRESS = "unix:///var/run/docker.sock"
+NO_PARAMIKO = "Install paramiko package to enable ssh:// support\nmore"
 
 
-def test_a_record_names_the_engine_and_the_users_image(engine: RecordedEngine) -> None:
-    described = {
-        "engine": "20.10.24+dfsg1",
-        "cgroup_driver": "cgroupfs",
-        "cgroup_version": "1",
-        "storage_driver": "overlay2",
-    }
-    assert DockerIsolation().describe() == described
-    assert DockerIsolation("some:image").describe() == described | {"image": "some:image"}
+class StoppedEngine:
+    """An engine that answered when the worker started, and is gone since."""
+
+    def __getattr__(self, _: str) -> Any:
+        def refuse(*_: object, **__: object) -> None:
+            cause = FileNotFoundError(2, "No such file or directory")
+            protocol = urllib3.exceptions.ProtocolError("Connection aborted.", cause)
+            raise requests.exceptions.ConnectionError(protocol)
+
+        return refuse
 
 
-@pytest.mark.parametrize("version", ["1", "2"])
-def test_a_limit_forbids_swap(engine: RecordedEngine, version: str) -> None:
-    engine.has("GET /info", CgroupVersion=version)
-    host = created(engine, job(ram_limit_bytes=64 * MIB))["HostConfig"]
-    assert host.get("MemorySwappiness") == (0 if version == "1" else None)
-    assert "Memory" not in host  # it is set when the container and the worker's shell have started
+def raised(error: Exception, doing: str) -> None:
+    with explained(doing):
+        raise error
 
 
-def test_a_worker_has_no_rights_and_no_network(engine: RecordedEngine) -> None:
-    host = created(engine)["HostConfig"]
-    assert {name: host[name] for name in (
-        "NetworkMode", "IpcMode", "ReadonlyRootfs", "CapDrop", "SecurityOpt", "PidsLimit", "ShmSize",
-        "Tmpfs", "AutoRemove",
-    )} == {
-        "NetworkMode": "none", "IpcMode": "private", "ReadonlyRootfs": True, "CapDrop": ["ALL"],
-        "SecurityOpt": ["label=disable", "no-new-privileges"], "PidsLimit": 4096, "ShmSize": 64 * MIB,
-        "Tmpfs": {"/tmp": f"size={64 * MIB},mode=1777"}, "AutoRemove": True,
-    }  # fmt: skip
-    assert host["LogConfig"]["Type"] == "none"
-    assert {(mount["Type"], mount["ReadOnly"]) for mount in host["Mounts"]} == {("bind", True)}
-    assert not {"Devices", "DeviceRequests", "UsernsMode"} & {k for k, v in host.items() if v}
+def unreachable(error: Exception) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DOCKER_HOST", ADDRESS)
+        patch.setattr(socket.socket, "connect", refuse)
+        DockerIsolation().check()
 
 
-def test_a_save_may_write_to_its_folder_alone(engine: RecordedEngine, tmp_path: Path) -> None:
-    (target := tmp_path / "real").mkdir()
-    (link := tmp_path / "link").symlink_to(target)
-    host = created(engine, replace(JOB, target=str(link)))["HostConfig"]
-    writable = {
-        mount["Target"]: mount["Source"] for mount in host["Mounts"] if not mount["ReadOnly"]
-    }
-    assert writable == {str(link): str(target), str(target): str(target)}
+def said_by_an_engine(words: str) -> APIError:
+    response = requests.Response()
+    response.status_code = 500
+    return APIError("the HTTP library's words", response=response, explanation=words)
 
 
-def test_the_gpus_are_passed_as_devices(
-    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = {"/dev": [Path("/dev/null")]}
-    monkeypatch.setattr(Path, "glob", lambda path, _: files.get(str(path), []))
-    [device] = created(engine, job(device="cuda"))["HostConfig"]["Devices"]
-    assert (device["PathOnHost"], device["PathInContainer"]) == ("/dev/null", "/dev/null")
+def test_what_is_said_of_an_engine_that_cannot_be_used(same: Compare, tmp_path: Path) -> None:
+    stopped: Any = StoppedEngine()
+    memory = said_by_an_engine("Minimum memory limit allowed is 6MB")
+    image = docker.errors.ImageNotFound("No such image: some:image")
+    texts = [
+        refused(unreachable, PermissionError(13, "Permission denied")),
+        refused(unreachable, ConnectionRefusedError(111, "Connection refused")),
+        refused(unreachable, DockerException(NO_PARAMIKO)),
+        refused(raised, memory, "run a container"),
+        refused(raised, image, "describe an image"),
+        refused(remove, stopped, "weighin-1"),
+    ]
+    same("docker/unusable.txt", "\n\n".join(texts) + "\n")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(IsolationUnavailable) as caught:
+        patch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+        DockerIsolation().check()
+    assert caught.value.exit_code == 3
+    assert str(caught.value).startswith(
+        f"no Docker engine answers at unix://{tmp_path}/none.sock: "
+    )
 
 
-def test_a_container_is_named_and_labelled_after_this_process(
-    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(LOCK_VARIABLE)
-    asked = created(engine)
-    assert asked["name"].startswith(f"weighin-{os.getpid()}-")
-    assert asked["Labels"] == {
-        "weighin.owner": this_process(),
-        "weighin.host": socket.gethostname(),
-        "weighin.lock": "",
-    }
-    assert asked["User"] == f"{os.getuid()}:{os.getgid()}"
-    assert (asked["WorkingDir"], asked["Image"]) == ("/tmp", "localhost/weighin-empty:latest")
-    assert (asked["Entrypoint"], asked["Cmd"]) == (["/bin/sh"], ["-c", "read -r _"])
-    assert (asked["OpenStdin"], asked["StdinOnce"]) == (True, True)
-    assert "LD_PRELOAD" in asked["Env"]  # without a value, so that the first process has none
-
-
-@pytest.mark.parametrize(
-    ("option", "user", "mode"),
-    [("name=rootless", "", ""), ("name=userns", f"{os.getuid()}:{os.getgid()}", "host")],
-)
-def test_root_of_a_rootless_engine_is_this_user_and_no_user_is_mapped(
-    engine: RecordedEngine, option: str, user: str, mode: str
-) -> None:
-    engine.has("GET /info", SecurityOptions=["name=seccomp,profile=default", option])
-    asked = created(engine)
-    assert (asked["User"], asked["HostConfig"].get("UsernsMode") or "") == (user, mode)
+# -- what dead runs left
 
 
 def test_the_containers_of_dead_runs_on_this_machine_are_removed(
     engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def container(name: str, owner: str, lock: str = "") -> dict[str, Any]:
-        labels = {"weighin.owner": owner, "weighin.host": socket.gethostname()}
-        labels |= {"weighin.lock": lock} if lock else {}
+    ended = "-".join(["1", "1", *this_process().split("-")[2:]])
+
+    def container(name: str, owner: str, **lock: str) -> dict[str, Any]:
+        labels = {"weighin.owner": owner, "weighin.host": HOST}
+        labels |= {f"weighin.{key}": value for key, value in lock.items()}
         return {"Id": CONTAINER, "Names": [f"/{name}"], "Labels": labels}
 
     containers = [
-        container("weighin-1-dead", ENDED),
+        container("weighin-1-dead", ended),
         container("weighin-2-living", this_process()),
-        container("weighin-3-other-lock", ENDED, lock="-0a1b2c3d"),
+        container("weighin-3-other-lock", ended, lock="-0a1b2c3d"),
     ]
     engine.says("GET /containers/json", Answer(200, containers))
     isolation = DockerIsolation()
@@ -246,14 +357,14 @@ def test_the_containers_of_dead_runs_on_this_machine_are_removed(
     assert removed.path.endswith("/containers/weighin-1-dead")
     assert removed.query == {"v": "True", "force": "True", "link": "False"}
     for request in engine.asked("GET /containers/json"):  # of gpu1, and none of gpu10
-        assert f'"weighin.host={socket.gethostname()}"' in request.query["filters"]
+        assert f'"weighin.host={HOST}"' in request.query["filters"]
         assert request.query["all"] == "1"
 
 
 def test_containers_that_the_engine_does_not_list_are_an_error(engine: RecordedEngine) -> None:
     engine.says("GET /containers/json", Answer(500, {"message": "out of order"}))
-    with pytest.raises(IsolationUnavailable, match="could not list the containers: out of order"):
-        DockerIsolation().remove_stale()
+    told = refused(DockerIsolation().remove_stale)
+    assert "could not list the containers: out of order" in told
 
 
 @pytest.mark.parametrize("status", [404, 500])
@@ -266,10 +377,12 @@ def test_a_container_that_is_being_removed_is_waited_for(
     if status == 404:
         remove(connect(), CONTAINER)
     else:  # the other removal failed
-        with pytest.raises(IsolationUnavailable, match=f"remove the container {CONTAINER}: busy"):
-            remove(connect(), CONTAINER)
+        assert f"remove the container {CONTAINER}: busy" in refused(remove, connect(), CONTAINER)
     [asked] = engine.asked("POST /containers/ID/wait")
     assert asked.query["condition"] == "removed"
+
+
+# -- the end of a command
 
 
 class Held(DockerStarted):
@@ -285,13 +398,6 @@ class Held(DockerStarted):
 
     def members(self) -> list[int]:
         return [*self.others]
-
-
-@pytest.fixture
-def sleeper() -> Iterator[int]:
-    with subprocess.Popen(["sleep", "60"]) as running:
-        yield running.pid
-        running.kill()
 
 
 @pytest.mark.parametrize("status", [204, 409, 500])
@@ -317,8 +423,15 @@ def test_a_container_that_only_the_engine_may_kill(
     running.kill()
     assert engine.calls() == ["POST /containers/ID/kill"] * 2  # also after a failed inspection
     assert running.reap() == (Exit(3) if is_over else Exit(None, signal=9))
-    with pytest.raises(IsolationUnavailable, match="remove the container"):
-        running.close()
+    assert "remove the container" in refused(running.close)
+
+
+LAST_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=[600]).start()
+print(end="x", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
 
 
 def test_without_a_pidfd_a_command_lives_until_its_last_thread_ends() -> None:
@@ -331,56 +444,81 @@ def test_without_a_pidfd_a_command_lives_until_its_last_thread_ends() -> None:
         wait_until(running.has_ended, "it does not end")
 
 
-@pytest.mark.parametrize("image", ["", "some:image"])
-def test_a_command_sees_its_folder_and_runs_as_this_user(
-    image: str, engine: RecordedEngine, tmp_path: Path
+def test_the_status_of_another_processes_child_is_known_when_it_was_reaped() -> None:
+    with subprocess.Popen(["sh", "-c", "kill -9 $$"]) as running:
+        process = child_process.open_process(running.pid)
+        assert process is not None
+        assert child_process.wait_status(process) is None  # nobody has reaped it yet
+        running.wait()
+    assert child_process.wait_status(process) in (signal.SIGKILL, None)  # None before Linux 6.15
+    os.close(process)
+
+
+# -- streams
+
+
+class Wires:
+    """A pump, and the engine's end of its stream."""
+
+    def __init__(self, *files: int) -> None:
+        self.engine, ours = socket.socketpair()
+        self.engine.settimeout(60)
+        self.pump = _Pump(Streams(*files), list[int]().append)
+        self.pump.stream = ours
+
+    def close(self) -> None:
+        self.engine.close()
+        self.pump.finish()
+        self.pump.close()
+        self.pump.close()
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """The user's end of a terminal, and ours."""
+    with ExitStack() as opened:
+        for end in (ends := os.openpty()):
+            opened.callback(os.close, end)
+        yield ends
+
+
+def test_a_pump_that_never_began_leaves_no_descriptor() -> None:
+    with Path(os.devnull).open("r+b") as nothing:
+        with closing(Wires(*[nothing.fileno()] * 3)) as wires:
+            own = [file for file in (*wires.pump.files, wires.pump._over) if file is not None]
+        assert len(own) == 4
+        for file in own:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(file)
+
+
+def test_a_terminal_that_is_closed_is_as_it_was(terminal: tuple[int, int]) -> None:
+    usual = termios.tcgetattr(terminal[1])
+    with closing(Wires(*[terminal[1]] * 3)) as wires:
+        wires.pump.begin()
+        assert termios.tcgetattr(terminal[1]) != usual
+    assert termios.tcgetattr(terminal[1]) == usual
+
+
+@pytest.mark.parametrize("is_file", [0, 1, 2])
+def test_one_stream_that_is_no_terminal_keeps_all_apart(
+    terminal: tuple[int, int], is_file: int
 ) -> None:
-    (tmp_path / "data").touch()
-    cell = Cell.of_command("serve", ("serve", "model"), "docker", ram_limit_bytes=64 * MIB)
-    with Path(os.devnull).open("r+b") as nothing, pytest.raises(IsolationUnavailable):
-        streams = Streams(*[nothing.fileno()] * 3)
-        DockerIsolation(image).start(
-            cell, cell.command, str(tmp_path), streams, [f"{tmp_path}/data"]
-        )
-    engine.attached().close()
-    [request] = engine.asked("POST /containers/create")
-    asked, host = request.body, request.body["HostConfig"]
-    assert (asked["Image"], asked["WorkingDir"]) == (
-        image or "localhost/weighin-empty:latest",
-        str(tmp_path),
-    )
-    assert asked["User"] == f"{os.getuid()}:{os.getgid()}"
-    assert host["SecurityOpt"] == ["label=disable"]
-    assert not {"CapDrop", "ReadonlyRootfs", "PidsLimit"} & {k for k, v in host.items() if v}
-    mounts = {mount["Target"]: mount["ReadOnly"] for mount in host["Mounts"]}
-    assert mounts.pop(str(tmp_path)) is False
-    assert mounts.pop(f"{tmp_path}/data") is True
-    assert {*mounts.values()} == {True}
-    assert ("/usr" in mounts) == (not image)
-    assert ("/weighin/sh" in mounts) == bool(image)
-    assert asked["Entrypoint"] == ["/weighin/loader" if image else "/bin/sh"]
-    assert len(engine.asked("DELETE /containers/ID")) == 1
+    with Path(os.devnull).open("r+b") as file:
+        files = [terminal[1]] * 3
+        files[is_file] = file.fileno()
+        with closing(Wires(*files)) as wires:
+            assert not wires.pump.is_terminal
 
 
-def test_paths_that_cannot_be_mounted(tmp_path: Path) -> None:
-    cell, isolation = Cell.of_command("x", ("x",), "docker"), DockerIsolation("some:image")
-    with pytest.raises(ConfigError, match="the current folder / cannot be mounted"):
-        isolation.start(cell, cell.command, "/", Streams())
-    with pytest.raises(ConfigError, match=f"mounts: {tmp_path}/no: there is no such file"):
-        isolation.start(cell, cell.command, str(tmp_path), Streams(), [f"{tmp_path}/no"])
-
-
-def test_the_variables_of_a_worker_are_its_cells_and_those_that_change_figures(
-    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+def test_a_command_in_the_background_gets_no_input(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(docker_isolation, "DockerStarted", lambda *given_: given.extend(given_))
-    for name in ("MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "SECRET"):
-        monkeypatch.setenv(name, "7")
-    start(job(environment={"OMP_NUM_THREADS": "2"}))
-    assert len(engine.asked("POST /containers/create")) == 1
-    [told] = [one for one in given if isinstance(one, dict)]
-    variables = dict(line.split("=", 1) for line in told["environment"])
-    assert (variables["MALLOC_ARENA_MAX"], variables["OMP_NUM_THREADS"]) == ("7", "2")
-    assert (variables["HOME"], variables["PYTHONDONTWRITEBYTECODE"]) == ("/tmp", "1")
-    assert "SECRET" not in variables
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
+        wires = Wires(*[terminal[1]] * 3)
+    with closing(wires):
+        assert not wires.pump.is_terminal
+        wires.pump.begin()
+        os.write(terminal[0], b"key")
+        assert wires.engine.recv(3) == b""

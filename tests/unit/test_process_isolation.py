@@ -20,14 +20,17 @@ from weighin import child_process
 from weighin.cell import Cell
 from weighin.child_process import adopt_orphans
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
-from weighin.isolation import process
+from weighin.isolation import cgroup, process
 from weighin.isolation.base import Exit, Running, Streams
 from weighin.isolation.process import WORKER_VARIABLE, ProcessIsolation, ProcessTree, Started
-from weighin.probes.cgroup import parent_of, this_process
+from weighin.probes.cgroup import Cgroup, parent_of, this_process
+from weighin.probes.sampler import Sampler
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.run.measure import end_rest
+from weighin.units import MIB
 
 Start = Callable[..., Running]
+KILLED = Exit(None, signal=signal.SIGKILL)
 
 
 @pytest.fixture
@@ -46,26 +49,47 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield start_command  # type: ignore[misc]
 
 
+@pytest.fixture
+def is_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be weighin itself, which adopts orphans."""
+    monkeypatch.setattr(child_process, "is_program", True)
+
+
+@pytest.fixture
+def pipes() -> Iterator[Piped]:
+    with closing(Piped()) as pipes:
+        yield pipes
+
+
+# -- commands
+
+
+@pytest.fixture(params=["a pidfd", "before Linux 5.3"])
+def _pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "a pidfd":
+        monkeypatch.setattr(child_process, "open_process", lambda _: None)
+
+
+@pytest.mark.usefixtures("_pidfd")
 @pytest.mark.parametrize(
-    ("script", "ended"),
+    ("script", "ended", "code", "name"),
     [
-        ("exit 0", Exit(0)),
-        ("exit 3", Exit(3)),
-        ("exit 137", Exit(137)),
-        ("kill -9 $$", Exit(None, signal=9)),
-        ("kill -TERM $$", Exit(None, signal=15)),
+        ("exit 0", Exit(0), 0, ""),
+        ("exit 3", Exit(3), 3, ""),
+        ("exit 137", Exit(137), 137, ""),
+        ("kill -9 $$", KILLED, 137, "SIGKILL"),
+        ("kill -TERM $$", Exit(None, signal=15), 143, "SIGTERM"),
+        ("kill -40 $$", Exit(None, signal=40), 168, "signal 40"),  # a real-time signal has no name
     ],
 )
-@pytest.mark.parametrize("has_pidfd", [True, False])
-def test_how_a_command_ended(
-    start: Start, monkeypatch: pytest.MonkeyPatch, script: str, ended: Exit, has_pidfd: bool
+def test_how_a_command_ended_and_how_a_shell_tells_it(
+    start: Start, script: str, ended: Exit, code: int, name: str
 ) -> None:
-    if not has_pidfd:  # before Linux 5.3
-        monkeypatch.setattr(child_process, "open_process", lambda _: None)
     running = start(script)
-    assert running.wait(20)
+    assert running.wait(60)
     assert running.wait(0)
     assert running.reap() == ended
+    assert (ended.shell_code, ended.signal_name) == (code, name)
 
 
 def test_a_command_has_its_folder_its_variables_and_its_streams(
@@ -78,7 +102,7 @@ def test_a_command_has_its_folder_its_variables_and_its_streams(
     with ExitStack() as opened:
         numbers = [opened.enter_context(file.open("r+b")).fileno() for file in files]
         running = start('pwd; cat; echo "$MODE" >&2', Streams(*numbers), environment={"MODE": "m"})
-    assert running.wait(20)
+    assert running.wait(60)
     assert [file.read_text() for file in files[1:]] == [f"{tmp_path}\ntyped", "m\n"]
     assert running.cgroup is None
     assert running.unseen.startswith(
@@ -87,24 +111,15 @@ def test_a_command_has_its_folder_its_variables_and_its_streams(
     assert running.shares_terminal
 
 
-@pytest.mark.parametrize("has_pidfd", [True, False])
-def test_a_command_that_runs_is_waited_for_and_gets_signals(
-    start: Start, monkeypatch: pytest.MonkeyPatch, has_pidfd: bool
-) -> None:
-    if not has_pidfd:
-        monkeypatch.setattr(child_process, "open_process", lambda _: None)
-    running = start("exec sleep 60")
+@pytest.mark.usefixtures("_pidfd")
+def test_a_command_that_runs_is_waited_for_and_gets_signals(start: Start) -> None:
+    running = start("exec sleep 600")
     assert not running.wait(0)
     assert not running.wait(0.05)
     running.send_signal(signal.SIGTERM)
-    assert running.wait(20)
+    assert running.wait(60)
     assert running.reap() == Exit(None, signal=signal.SIGTERM)
     running.send_signal(signal.SIGTERM)  # it has ended: nothing happens
-
-
-def descriptors() -> int:
-    """Return how many files this process has open."""
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 @pytest.mark.usefixtures("no_garbage")
@@ -112,28 +127,34 @@ def test_a_program_that_does_not_exist_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")  # without folders that this user may not read
-    cell = Cell.of_command("mine", ("no-such-program",), "process")
-    before = descriptors()
+    before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(ConfigError) as caught:
-        ProcessIsolation().start(cell, cell.command, str(tmp_path), Streams())
+        Started(("no-such-program",), folder=str(tmp_path), streams=Streams())
     assert str(caught.value) == (
         f"cannot start 'no-such-program' in {tmp_path}: No such file or directory\n"
         "give a command as in a shell: weighin run -- python train.py"
     )
-    assert descriptors() == before
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert not adopt_orphans(adopt=False)
 
 
-def test_orphans_go_to_this_process_only_while_a_command_runs(start: Start, tmp_path: Path) -> None:
+def test_orphans_go_to_this_process_only_while_a_command_runs(start: Start) -> None:
     running = start("exit 0")
     assert adopt_orphans()
     running.close()
     assert not adopt_orphans(adopt=False)
-    with pytest.raises(ConfigError):
-        Started(("no-such-program",), folder=str(tmp_path), streams=Streams())
-    assert not adopt_orphans(adopt=False)
 
 
-DAEMON = "env -i setsid sleep 60 & echo $! > pid; "
+def test_a_close_ends_a_command_that_runs(start: Start) -> None:
+    running = start("trap '' TERM; sleep 600 & wait")
+    assert not running.wait(0)
+    running.close()
+    assert not lives(running.pid)
+
+
+# -- daemons and orphans
+
+DAEMON = "env -i setsid sleep 600 & echo $! > pid; "
 
 
 def written_pid(folder: Path) -> int:
@@ -152,19 +173,19 @@ def daemon(folder: Path) -> int:
 def test_a_daemon_without_variables_in_its_own_session_belongs_to_its_command(
     start: Start, tmp_path: Path
 ) -> None:
-    running = start(DAEMON + "exec sleep 61")
+    running = start(DAEMON + "exec sleep 601")
     pid = daemon(tmp_path)
     wait_until(lambda: set(running.members()) == {running.pid, pid}, "they are not both members")
     running.kill()
     wait_until(lambda: not lives(pid), "the daemon lives on")
-    assert running.wait(20)
-    assert running.reap() == Exit(None, signal=signal.SIGKILL)
+    assert running.wait(60)
+    assert running.reap() == KILLED
 
 
 def test_a_daemon_that_is_left_ends_with_its_command(start: Start, tmp_path: Path) -> None:
     running = start(DAEMON + "exit 0")
     pid = daemon(tmp_path)
-    assert running.wait(20)
+    assert running.wait(60)
     assert running.reap() == Exit(0)
     assert running.members() == [pid]
     running.close()
@@ -173,15 +194,64 @@ def test_a_daemon_that_is_left_ends_with_its_command(start: Start, tmp_path: Pat
 
 
 def test_an_orphan_that_has_ended_is_reaped(start: Start, tmp_path: Path) -> None:
-    running = start("( env -i sh -c 'echo $$ > pid' & ); exec sleep 60")
+    running = start("( env -i sh -c 'echo $$ > pid' & ); exec sleep 600")
     pid = written_pid(tmp_path)
     wait_until(lambda: running.members() == [running.pid], "the orphan stays a member")
     assert not lives(pid)
 
 
+def worker_with_daemon(folder: Path, pipes: Piped, then: str) -> tuple[Started, int]:
+    """Return a worker that starts DAEMON, and the daemon's pid."""
+    command = ("sh", "-c", f"read go; cd {folder}; {DAEMON} {then}")
+    running = Started(command, streams=Streams(*pipes.streams), is_worker=True)
+    pipes.started()
+    pipes.send(b"\n")  # the mark is given to a process that has started
+    return running, daemon(folder)
+
+
+@pytest.mark.parametrize("is_weighin", [True, False])
+def test_a_daemon_of_a_worker_ends_with_it_and_the_hosts_children_live_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipes: Piped, is_weighin: bool
+) -> None:
+    """In another program than weighin, which may start children meanwhile, the daemon stays."""
+    monkeypatch.setattr(child_process, "is_program", is_weighin)
+    bare = partial(subprocess.Popen, ["sleep", "600"], env={}, start_new_session=True)
+    hosts = [bare()]
+    running, pid = worker_with_daemon(tmp_path, pipes, "exit 4")
+    if not is_weighin:
+        hosts.append(bare())
+    try:
+        assert running.reap() == Exit(4)
+        assert lives(pid)
+        running.close()
+        assert lives(pid) is not is_weighin
+        assert [one.poll() for one in hosts] == [None] * len(hosts)
+        assert not adopt_orphans(adopt=False)
+    finally:
+        running.close()
+        for one in hosts:
+            one.kill()
+            one.wait()
+        if not is_weighin:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("is_program")
+def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Piped
+) -> None:
+    running, pid = worker_with_daemon(tmp_path, pipes, "read go")
+    with monkeypatch.context() as patch:
+        patch.setattr(Started, "reap", lambda _: Exit(None, still_runs=True))
+        with pytest.raises(StillRunning, match=f"process {running.pid} does not end"):
+            running.close()
+    wait_until(lambda: not lives(pid), "the daemon lives on")
+    assert running.reap() == KILLED
+
+
 SERVICES = """
-mkfifo go end; sleep 60 & echo $!
-(read line < go; sleep 60 & echo $!; read line < end) &
+mkfifo go end; sleep 600 & echo $!
+(read line < go; sleep 600 & echo $!; read line < end) &
 read line
 """
 
@@ -193,7 +263,7 @@ def test_what_ran_before_a_command_is_no_orphan_of_it_and_lives_on(tmp_path: Pat
     assert services.stdin and services.stdout
     pids = [int(services.stdout.readline())]
     tree = ProcessTree(adopts=True)
-    command = subprocess.Popen(["sleep", "60"])
+    command = subprocess.Popen(["sleep", "600"])
     try:
         tree.pid = command.pid
         (tmp_path / "go").write_text("\n")
@@ -203,7 +273,7 @@ def test_what_ran_before_a_command_is_no_orphan_of_it_and_lives_on(tmp_path: Pat
         services.wait(60)
         (tmp_path / "end").write_text("\n")
         for pid in pids:
-            wait_until(partial(is_child, pid), "it is not adopted")
+            wait_until(lambda pid=pid: parent_of(pid) == os.getpid(), "it is not adopted")  # type: ignore[misc]
         assert tree.members() == [command.pid]
         tree.end()
         assert [lives(pid) for pid in pids] == [True, True]
@@ -218,20 +288,47 @@ def test_what_ran_before_a_command_is_no_orphan_of_it_and_lives_on(tmp_path: Pat
                 os.waitpid(pid, 0)
 
 
-def is_child(pid: int) -> bool:
-    return parent_of(pid) == os.getpid()
+CHILDREN = """
+import os, time
+for _ in range(2):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            held = b"1" * (40 << 20)
+            os.write(1, b"held\\n")
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+time.sleep(600)
+"""
 
 
-def test_a_close_ends_a_command_that_runs(start: Start) -> None:
-    running = start("trap '' TERM; sleep 60 & wait")
-    assert not running.wait(0)
-    running.close()
-    assert not lives(running.pid)
+@pytest.mark.usefixtures("is_program")
+@pytest.mark.parametrize("name", ["process", pytest.param("cgroup", marks=pytest.mark.cgroup)])
+def test_processes_that_left_the_workers_session_are_sampled(name: str, pipes: Piped) -> None:
+    groups: list[Path] = cgroup.make() if name == "cgroup" else []
+    command, streams = (sys.executable, "-c", CHILDREN), Streams(*pipes.streams)
+    with closing(Started(command, groups=groups, streams=streams, is_worker=True)) as running:
+        pipes.started()
+        own = Cgroup(groups[0]) if groups else None
+        memory = Sampler(running.pid, running.members, own, loading=[running.pid])
+        assert pipes.printed(2) == [b"held"] * 2
+
+        def sees_both() -> bool:
+            memory.read(1, memory.pids())
+            return memory.others[0] >= 2 and memory.others[1] > 80 * MIB
+
+        wait_until(sees_both, "not both were seen")
+        assert memory.others[0] <= 4  # their parents may be seen before they end
+        assert memory.others[1] < 100 * MIB
+
+
+# -- processes of another user
 
 
 @pytest.fixture
-def anothers(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Pids of processes that this user may not signal, as those of sudo."""
+def anothers(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+    """Pids of processes that this user may not signal, as those of sudo; they end with the test."""
     pids, kill = set[int](), os.kill
 
     def denied(pid: int, number: int) -> None:
@@ -240,63 +337,63 @@ def anothers(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         kill(pid, number)
 
     monkeypatch.setattr(os, "kill", denied)
-    return pids
+    yield pids
+    for pid in pids:
+        kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    pids.clear()
 
 
 def test_a_process_of_another_user_is_spared_and_not_waited_for(
-    start: Start, tmp_path: Path, anothers: set[int]
+    start: Start, tmp_path: Path, anothers: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = start(DAEMON + "sleep 61 & exit 0")
-    pid = daemon(tmp_path)
-    anothers.add(pid)
-    assert running.wait(20)
+    running = start(DAEMON + "sleep 601 & exit 0")
+    anothers.add(pid := daemon(tmp_path))
+    assert running.wait(60)
+    monkeypatch.setattr(child_process, "PATIENCE_S", 120)
     began_s = time.monotonic()
-    assert end_rest(running, grace_s=20) == ("sleep 61",)
+    assert end_rest(running, grace_s=120) == ("sleep 601",)
     assert running.reap() == Exit(0)
     running.close()
     running.close()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 60
     assert lives(pid)
     assert not adopt_orphans(adopt=False)
-    anothers.clear()
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 def test_a_command_of_another_user_loses_no_measurement(
     start: Start, anothers: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "PATIENCE_S", 0.1)
-    running = start("exec sleep 60")
+    running = start("exec sleep 600")
     anothers.add(running.pid)
     running.kill()
     running.send_signal(signal.SIGTERM)
-    assert running.reap() == Exit(None, still_runs=True)
+    ended = running.reap()
+    assert (ended, ended.shell_code, ended.signal_name) == (Exit(None, still_runs=True), None, "")
     with pytest.raises(StillRunning):
         running.close()
     assert not adopt_orphans(adopt=False)
-    anothers.clear()
 
 
+@pytest.mark.usefixtures("is_program")
 def test_a_worker_of_which_a_process_is_another_users(
-    tmp_path: Path, anothers: set[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, anothers: set[int], pipes: Piped
 ) -> None:
-    monkeypatch.setattr(child_process, "is_program", True)
-    running = Started(("sh", "-c", f"cd {tmp_path}; {DAEMON} exit 4"), is_worker=True)
-    pid = daemon(tmp_path)
+    running, pid = worker_with_daemon(tmp_path, pipes, "exit 4")
     anothers.add(pid)
     assert running.reap() == Exit(4)
     running.close()
+    assert lives(pid)
     assert not adopt_orphans(adopt=False)
-    anothers.clear()
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
-def test_a_worker_that_cannot_start_leaves_no_adoption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child_process, "is_program", True)
+# -- workers
+
+
+@pytest.mark.usefixtures("is_program")
+def test_a_worker_that_cannot_start_leaves_no_adoption(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Started((str(tmp_path / "no-such-program"),), is_worker=True)
     assert not adopt_orphans(adopt=False)
@@ -306,19 +403,12 @@ WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; ex
 
 
 @pytest.fixture
-def pipes() -> Iterator[Piped]:
-    with closing(Piped()) as pipes:
-        yield pipes
-
-
-@pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, pipes: Piped) -> Iterator[Started]:
     monkeypatch.setenv(PHASES_VARIABLE, "/of/another/program")
     cell = replace(JOB.cell, environment={"MODE": "fast"})
-    running = ProcessIsolation().start(cell, WORKER, "", Streams(*pipes.streams))
-    pipes.started()
-    yield running
-    running.close()
+    with closing(ProcessIsolation().start(cell, WORKER, "", Streams(*pipes.streams))) as running:
+        pipes.started()
+        yield running
 
 
 def test_a_worker_gets_its_variables_and_then_what_is_sent(worker: Started, pipes: Piped) -> None:
@@ -334,37 +424,22 @@ def test_a_worker_gets_its_variables_and_then_what_is_sent(worker: Started, pipe
 def test_a_worker_that_is_killed_or_closed_ends(worker: Started) -> None:
     assert not worker.wait(0)
     worker.kill()
-    assert worker.reap() == Exit(None, signal=signal.SIGKILL)
+    assert worker.reap() == KILLED
     worker.close()
     assert worker.pid and not lives(worker.pid)
 
 
-def test_a_child_of_a_worker_in_its_own_session_ends_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipes: Piped
-) -> None:
-    monkeypatch.setattr(child_process, "is_program", True)
-    script = f"read go; cd {tmp_path}; {DAEMON} exit 4"
-    streams = Streams(*pipes.streams)
-    running = Started(("sh", "-c", script), streams=streams, is_worker=True)
-    pipes.send(b"\n")  # the mark is given to a process that has started
-    pid = daemon(tmp_path)
-    assert running.reap() == Exit(4)
-    assert lives(pid)
-    running.close()
-    wait_until(lambda: not lives(pid), "the child lives on")
-
-
-def test_what_a_plain_process_is_and_is_not() -> None:
+def test_what_a_plain_process_is_and_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     isolation = ProcessIsolation()
     isolation.check()
     assert (isolation.name, isolation.limits) == ("process", False)
     assert isolation.describe() == {}
-
-
-def test_a_system_without_reset_of_peaks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: path.name != "clear_refs")
     with pytest.raises(IsolationUnavailable, match="cannot measure peaks"):
-        ProcessIsolation().check()
+        isolation.check()
+
+
+# -- what dead runs left
 
 
 def marked_by(mark: str) -> dict[str, str]:
@@ -374,7 +449,7 @@ def marked_by(mark: str) -> dict[str, str]:
 def test_marks_are_unique_and_are_inherited() -> None:
     first, second = ProcessTree(adopts=False), ProcessTree(adopts=False)
     assert first.mark != second.mark
-    with subprocess.Popen(["sleep", "60"], env=marked_by(second.mark)) as marked:
+    with subprocess.Popen(["sleep", "600"], env=marked_by(second.mark)) as marked:
         assert (first.members(), second.members()) == ([], [marked.pid])
         assert first.kill() == []
         second.end()
@@ -392,7 +467,7 @@ def test_processes_of_a_dead_run_are_ended_and_named() -> None:
     living = ProcessTree(adopts=False)
     with ExitStack() as started:
         orphan, other = (
-            started.enter_context(subprocess.Popen(["sleep", "60"], env=marked_by(mark)))
+            started.enter_context(subprocess.Popen(["sleep", "600"], env=marked_by(mark)))
             for mark in (dead_mark(), living.mark)
         )
         started.callback(other.kill)
@@ -407,7 +482,7 @@ def test_processes_of_a_dead_run_are_ended_and_named() -> None:
 CLEANS = """
 import subprocess
 from weighin.isolation.process import ProcessIsolation
-with subprocess.Popen(["sleep", "60"]) as relative:
+with subprocess.Popen(["sleep", "600"]) as relative:
     assert ProcessIsolation().remove_stale() == []
     assert relative.poll() is None
     relative.kill()
@@ -422,34 +497,3 @@ def test_a_process_of_a_killed_run_that_cleans_ends_neither_itself_nor_its_relat
         command, env=marked_by(dead_mark()), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("ended", "code", "name"),
-    [
-        (Exit(0), 0, ""),
-        (Exit(3), 3, ""),
-        (Exit(None, signal=9), 137, "SIGKILL"),
-        (Exit(None, signal=15), 143, "SIGTERM"),
-        (Exit(None, signal=40), 168, "signal 40"),  # a real-time signal has no name
-        (Exit(None, still_runs=True), None, ""),
-    ],
-)
-def test_an_exit_as_a_shell_tells_it(ended: Exit, code: int | None, name: str) -> None:
-    assert (ended.shell_code, ended.signal_name) == (code, name)
-
-
-def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Piped
-) -> None:
-    monkeypatch.setattr(child_process, "is_program", True)
-    command = ("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} read go")
-    running = Started(command, streams=Streams(*pipes.streams), is_worker=True)
-    pipes.send(b"\n")
-    pid = daemon(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(Started, "reap", lambda _: Exit(None, still_runs=True))
-        with pytest.raises(StillRunning, match=f"process {running.pid} does not end"):
-            running.close()
-    wait_until(lambda: not lives(pid), "the daemon lives on")
-    assert running.reap() == Exit(None, signal=signal.SIGKILL)
