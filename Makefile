@@ -41,10 +41,10 @@ bench: .venv/ready  ## Load MODEL with six strategies under a RAM limit: make be
 floor: .venv/ready  ## Find the smallest RAM limit of each strategy: make floor MODEL=gpt2-medium
 	$(BIN)/weighin floor $(if $(RESUME),--resume $(RESUME),$(MODEL)) $(OPTIONS)
 
-peers: .venv/ready  ## Measure all installed loaders, cold and warm, and write docs/loaders.md: make peers MODEL="gpt2-medium ./folder"
+peers: .venv/ready  ## Measure all installed loaders, cold and warm, and write docs/results.md: make peers MODEL="gpt2-medium ./folder"
 	for model in $(MODEL); do for cache in cold warm; do $(BIN)/weighin bench $$model --strategies all \
 	  --repeats 3 --set steady=true --cache $$cache --out $(PEERS)/$$(basename $$model)-$$cache $(ARGS) || exit; done; done
-	PYTHONPATH=benchmarks $(BIN)/python -m pages.loaders docs/loaders.md $(PEERS)/*
+	PYTHONPATH=benchmarks $(BIN)/python -m pages.loaders docs/results.md $(PEERS)/*
 
 report: .venv/ready  ## Write the report of RUN again (default: the newest run)
 	$(BIN)/weighin report $(RUN)
@@ -65,8 +65,8 @@ docs: .venv/ready-dev  ## Write the documentation site to site/
 publish: .venv/ready-dev  ## Measure all published runs again; ARGS=--status lists those that are older than their code
 	$(BIN)/python -m pages.publish $(ARGS)
 
-self-bench: .venv/ready-dev  ## Measure weighin itself, its cost and its errors, and write docs/instrument.md: a quarter of an hour
-	$(BIN)/python benchmarks/self_bench.py --out docs/instrument.md $(ARGS)
+self-bench: .venv/ready-dev  ## Measure weighin itself, its cost and its errors, and write docs/results.md: a quarter of an hour
+	$(BIN)/python benchmarks/self_bench.py --out docs/results.md $(ARGS)
 
 recommend: .venv/ready  ## Recommend a strategy for MODEL under a RAM limit, with the code to paste
 	$(BIN)/weighin recommend $(MODEL) --ram $(RAM) $(ARGS)
@@ -92,8 +92,8 @@ test-fresh: .venv/ready-dev  ## Test README's first two commands on a fresh Debi
 test-nightly: .venv-zoo/ready  ## Test what tests leave out by day: all cases of all grids, and signals at random moments: minutes for each SIGNALS=1
 	WEIGHIN_SIGNALS=$(or $(SIGNALS),1) $(BIN)/pytest -m "nightly and not vm" -rP $(ARGS)
 
-model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/model-types.md $(ARGS)
+model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/results.md
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/results.md $(ARGS)
 
 checkpoints: .venv-zoo/ready  ## Try every layout of checkpoints with every verb; write docs/checkpoints.md
 	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/checkpoints --out docs/checkpoints.md $(ARGS)

@@ -6,7 +6,7 @@
 
 "converting" are the inputs of configs/suites/converting.yaml, by default in results/folders/converting: models whose
 weights a load converts, dequantises or merges, of 300 to 800 MB once they are loaded. "loaders" are those of
-docs/loaders.md, in bfloat16: a Llama of 395 MiB and a mixture of experts of 459 MiB. "published" is the model of a
+docs/results.md, in bfloat16: a Llama of 395 MiB and a mixture of experts of 459 MiB. "published" is the model of a
 published run, in results/folders. A folder that exists is left as it is.
 """
 

@@ -30,14 +30,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from page_blocks import by_reason, filled
+from page_blocks import filled
 from small_configs import WAYS, small
 
 from weighin import load_pretrained
 from weighin.errors import HarnessError
 from weighin.models.pretrained import example_inputs, pretrained_class
 from weighin.records import run_folder
-from weighin.records.metrics import grouped
 from weighin.result import Outcome, Result
 from weighin.show.table import Table
 
@@ -80,7 +79,6 @@ _NOISE: Final = 0.02  # added to each weight, so that no two tensors are equal
 _OF_STORAGE: Final = ("stride is", "memory is shared", "the same object is shared")
 _MARKS: Final = ("_use_kernels", "_weight_conversions", "_is_hf_initialized")
 _TENSOR_MARKS: Final = ("_is_hf_initialized", "_is_buffer", "persistent")
-_HEADINGS: Final = ("types", "load_pretrained", "strategies ok", "skipped", "not ok")
 _DRAWN: Final = ("type", "class", "parameters", "pairs of loads", "load_pretrained", "outputs")
 
 
@@ -97,11 +95,6 @@ class Known:
         """The loads that are neither verified, nor skipped with their reason."""
         ended = (Outcome.OK, Outcome.SKIPPED)
         return [f"{one.cell.strategy}: {one.outcome}" for one in self.results if one.outcome not in ended]  # fmt: skip
-
-    def row(self) -> list[str]:
-        count = Counter(one.outcome for one in self.results)
-        counts = (str(count[Outcome.OK]), str(count[Outcome.SKIPPED]))
-        return [self.name, self.compared, *counts, ", ".join(self.wrong) or "0"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +159,11 @@ def _all_known(options: argparse.Namespace) -> int:
     tried = []
     for number, name in enumerate(chosen, 1):
         tried.append(_known(name, kinds.get(name, ""), options.work / name, options.strategies))
-        print(f"[{number}/{len(chosen)}] " + " | ".join(tried[-1].row()), flush=True)
+        one = tried[-1]
+        print(
+            f"[{number}/{len(chosen)}] {name}: {one.compared}; {', '.join(one.wrong) or 'no load wrong'}",
+            flush=True,
+        )
     if options.out:
         _write(options.out, "known", known_part(tried))
     return int(any(one.wrong or one.compared != "equal" for one in tried))
@@ -215,77 +212,34 @@ def known_part(tried: list[Known]) -> str:
     """Return the page's part about the types of ``KINDS``."""
     cells = [result for one in tried for result in one.results]
     count = Counter(result.outcome for result in cells)
-    skipped = [one for one in cells if one.outcome is Outcome.SKIPPED]
-    reasons = []
-    for strategy, some in sorted(grouped(skipped, lambda one: one.cell.strategy).items()):
-        first, *others = sorted({one.message for one in some})
-        reasons.append((strategy, first + (f" (and {len(others)} like it)" if others else "")))
-    alike = grouped((one.row() for one in tried), lambda row: tuple(row[1:]))
-    rows = [[", ".join(row[0] for row in some), *cells] for cells, some in alike.items()]
-    lines = [
-        f"`make model-types` wrote this page with {_versions()}."
-        " It saved a small model of each type with random weights, in bfloat16 (decoders and mixtures of experts) or float32, and"
-        f" ran `weighin bench FOLDER` with {len({one.cell.strategy for one in cells})} strategies (ways to load). weighin compares every loaded"
-        ' model with that of `from_pretrained`. `load_pretrained` is "equal" if its model has the parameters, buffers, dtypes, tied weights and'
-        " outputs of that of `from_pretrained`, bit by bit.",
-        "",
-        f"The outcomes of the {len(cells)} loads of {len(tried)} types are: "
-        + ", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items()))
-        + f". `load_pretrained` is equal for {sum(one.compared == 'equal' for one in tried)} types.",
-        "",
-        Table.of(_HEADINGS, rows, names=2).markdown(),
-        "",
-        "## Skipped loads",
-        "",
-        *by_reason(reasons),
-    ]
-    return "\n".join(lines)
+    outcomes = ", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items()))
+    equal = sum(one.compared == "equal" for one in tried)
+    strategies = len({one.cell.strategy for one in cells})
+    wrong = [f"* {one.name}: {each}" for one in tried for each in one.wrong]
+    unequal = [f"* {one.name}: {one.compared}" for one in tried if one.compared != "equal"]
+    return "\n".join([
+        f"{len(tried)} types with {strategies} strategies: {outcomes} loads; `load_pretrained` is equal for {equal}"
+        f" types. Measured with {_versions()}.",
+        *(["", *unequal, *wrong] if unequal or wrong else []),
+    ])  # fmt: skip
 
 
 def drawn_part(tried: Sequence[Drawn], seed: int, known: int) -> str:
     """Return the page's part about ``tried``, which were drawn from ``known`` types."""
     compared = [one for one in tried if not one.reason]
     unequal = [one for one in compared if one.unequal]
-    equal = sorted((one for one in compared if not one.unequal), key=lambda one: one.name)
     told = sum(one.outputs == "equal" for one in compared)
-    with_outputs = ", ".join(one.name for one in equal if one.outputs == "equal")
-    without = ", ".join(one.name for one in equal if one.outputs != "equal")
-    storage = [
-        f"* {one.name}, {len(one.storage)} in {one.loads} loads; the first: {_cell(one.storage[0])}"
-        for one in compared
-        if one.storage
-    ]
-    reasons = Counter(_shared(_cell(one.reason)) for one in tried if one.reason)
+    storage = [f"* {one.name}: {_cell(one.storage[0])}" for one in compared if one.storage]
+    reasons = Counter(_shared(_cell(one.reason)) for one in tried if one.reason).most_common(2)
     table = Table.of(_DRAWN, [one.row() for one in unequal], names=2).markdown()
-    lines = [
-        f'`make model-types ARGS="--all"` wrote this part on {date.today()} with {_versions()}.'
-        f" `--all` draws further types in a random order (--seed {seed}), and shrinks"
-        " their default configurations. It saves a model of one class of each type, with random weights, in float32 and in bfloat16,"
-        " one of them in shards. `load_pretrained` and `from_pretrained` load both in two dtypes. A type is equal if the models of both"
-        " functions have the same names, values (bit by bit), dtypes, buffers, tied weights, modules and their attributes, training mode,"
-        " configuration, generation configuration and gradients. The outputs of a forward pass are also compared if simple inputs suffice.",
-        "",
-        f"{len(tried)} of {known} types were drawn. {len(compared)} were compared in"
-        f" {sum(one.loads for one in compared):,} pairs of loads: {len(equal)} are equal,"
-        f" {len(unequal)} are not. Outputs were compared, and are equal, for {told} types."
-        f" {len(tried) - len(compared)} types were not compared.",
-        "",
-        f"* models and outputs are equal: {with_outputs or 'none'}",
-        f"* models are equal, outputs were not compared: {without or 'none'}",
+    return "\n".join([
+        f"Of {known} further types, {len(tried)} were drawn (--seed {seed}), and {len(compared)} compared in"
+        f" {sum(one.loads for one in compared):,} pairs of loads: {len(compared) - len(unequal)} are equal,"
+        f" {len(unequal)} are not; the outputs of {told} are equal. {len(tried) - len(compared)} could not be compared"
+        f" ({', '.join(f'{number}: {why}' for why, number in reasons)}, ...). Measured on {date.today()} with {_versions()}.",
         *(["", table] if unequal else []),
-        "",
-        "### Strides and shared storage",
-        "",
-        *(storage or ["Strides and shared storage are equal in all loads."]),
-        "",
-        "### How many types were not compared, and why",
-        "",
-        *(
-            f"* {number}: {reason}"
-            for reason, number in sorted(reasons.items(), key=lambda one: (-one[1], one[0]))
-        ),
-    ]
-    return "\n".join(lines)
+        *(["", *storage] if storage else []),
+    ])  # fmt: skip
 
 
 def _shared(reason: str) -> str:

@@ -196,7 +196,7 @@ def _cell(folder: Path, isolation: str, *, is_probed: bool) -> tuple[tuple[int, 
 
 
 def cost_of(result: Result, begun_ns: int, ended_ns: int, cpu_ns: int) -> tuple[int, ...]:
-    """Return the times of a cell in the order of the table's columns, in ns; docs/instrument.md says what each is."""
+    """Return the times of a cell in the order of the table's columns, in ns; docs/results.md says what each is."""
     cost, first, last = result.cost, result.phases[0], result.phases[-1]
     assert cost
     load_ns = sum(part or 0 for part in (cost.import_ns, cost.load_ns, cost.first_use_ns))

@@ -1,13 +1,11 @@
-"""Write the tables of a page that helps to choose a loader: ``python -m pages.loaders docs/loaders.md RUN...``.
+"""Write the table that helps to choose a loader: ``python -m pages.loaders docs/results.md RUN...``.
 
-The page has a table for each model, sorted by the times of the first run.
+The rows are sorted by the times of the first run; the memory is that of the first model.
 """
 
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
 
 from page_blocks import by_reason, filled
 
@@ -21,67 +19,50 @@ from weighin.show.words import scaled
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 
-HEADINGS: Final = ("strategy", "format", "peak RSS MiB", "private memory left MiB")
-"""The headings before those of the times; the memory is that of the first run."""
 
+def table(runs: Sequence[Sequence[Result]]) -> str:
+    """Return the table of ``runs``, each the results of one model in one state of the page cache."""
+    measured = [[one for one in run if one.outcome is not Outcome.SKIPPED] for run in runs]
+    measured = [run for run in measured if run]
+    heads, columns = list[str](), list[dict[str, str]]()
+    order = dict[str, int]()  # by the first time of each loader
+    for run in measured:
+        title, cache = run[0].cell.model.title, run[0].cell.cache
+        good = [one for one in run if one.outcome is Outcome.OK]
+        loads = grouped(good, lambda one: " ".join([one.cell.strategy, *option_words(one.cell)]))
 
-def tables(runs: Sequence[Sequence[Result]]) -> str:
-    """Return the tables for ``runs``, each a list of results."""
-    measured = [run for run in runs if any(one.outcome is not Outcome.SKIPPED for one in run)]
-    models = grouped(measured, lambda run: _first(run).cell.model.title)
-    lines = (line for title, some in models.items() for line in _section(title, some))
-    return "\n".join(lines).rstrip()
+        def medians(
+            read: Callable[[Result], int | None], loads: dict[str, list[Result]] = loads
+        ) -> dict[str, int]:
+            found = {name: middle(map(read, repeats)) for name, repeats in loads.items()}
+            return {name: value for name, value in found.items() if value is not None}
 
-
-def _first(run: Sequence[Result]) -> Result:
-    return next(one for one in run if one.outcome is not Outcome.SKIPPED)
-
-
-def _section(title: str, runs: Sequence[Sequence[Result]]) -> Iterator[str]:
-    yield f"## {escaped(title)}\n"
-    rows: dict[tuple[str, str], tuple[int, list[str]]] = {}
-    times: list[dict[tuple[str, str], str]] = []
-    for run in runs:
-        good = grouped(
-            (one for one in run if one.outcome is Outcome.OK), lambda one: one.cell.series
-        )
-        times.append({})
-        for repeats in good.values():
-            ready_ns = middle(map(METRICS["ready"].of, repeats))
-            if ready_ns is None:
-                continue
-            cell = repeats[0].cell
-            name = " ".join([cell.strategy, *option_words(cell)]), cell.format
-            memory = (
-                middle(map(METRICS["peak_rss"].of, repeats)),
-                middle(map(_private_bytes, repeats)),
-            )
-            rows.setdefault(name, (ready_ns, [scaled(size, MIB, 0) for size in memory]))
-            times[-1][name] = format_seconds(ready_ns)
-    heads = [*HEADINGS, *(f"ready, {_first(run).cache}" for run in runs)]
-    table = [
-        [*name, *memory, *(each.get(name, "-") for each in times)]
-        for name, (_, memory) in sorted(rows.items(), key=lambda row: row[1][0])
+        if not columns:
+            for what, read in (
+                ("peak RSS", METRICS["peak_rss"].of),
+                ("private left", _private_bytes),
+            ):
+                heads.append(f"{title}, {what} MiB")
+                columns.append({name: scaled(size, MIB, 0) for name, size in medians(read).items()})
+        ready = medians(METRICS["ready"].of)
+        heads.append(f"{title}, {cache}")
+        columns.append({name: format_seconds(ns) for name, ns in ready.items()})
+        order = ready | order
+    if not order:
+        return ""
+    rows = [
+        [name, *(each.get(name, "-") for each in columns)]
+        for name in sorted(order, key=lambda name: order[name])
     ]
-    yield Table.of(heads, table, names=2).markdown()
-    yield ""
-    results = [one for run in runs for one in run]
-    reasons = [
+    missing = {
         (one.cell.strategy, one.message or one.outcome)
-        for one in results
-        if one.outcome is not Outcome.OK
-    ]
-    if reasons:
-        yield "\n".join(["Not in the table:", "", *by_reason(reasons), ""])
-    measured = [one for one in results if one.outcome is not Outcome.SKIPPED]
-    yield f"{escaped(words.shared(Measured(measured)))} · {_repeats(measured)}\n"
-
-
-def _repeats(measured: Sequence[Result]) -> str:
-    """Return how many repeats ended ok: "3 repeats", "1 to 2 repeats"."""
-    good = Counter(result.cell.series for result in measured if result.outcome is Outcome.OK)
-    least, most = min(good.values(), default=0), max(good.values(), default=0)
-    return f"{least} to {most} repeats" if least != most else f"{most} repeat{'s' * (most != 1)}"
+        for one in (one for run in runs for one in run)
+        if one.outcome is not Outcome.OK and one.cell.strategy not in order
+    }
+    left_out = "\n".join(["Not in the table:", "", *by_reason(sorted(missing))])
+    about = words.shared(Measured([one for run in measured for one in run]))
+    found = Table.of(["strategy", *heads], rows).markdown()
+    return "\n\n".join([found, *([left_out] if missing else []), escaped(about)])
 
 
 def _private_bytes(result: Result) -> int | None:
@@ -96,7 +77,7 @@ def main() -> None:
     runs = [run_folder.read(folder) for folder in folders]
     for warning in (text for run in runs for text in run.warnings):
         print(warning, file=sys.stderr)
-    text = tables([run.results for run in runs])
+    text = table([run.results for run in runs])
     page.write_text(filled(page.read_text(), {"pages/loaders.py": text}))
 
 

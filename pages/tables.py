@@ -66,35 +66,46 @@ _DEFAULTS: Final = {
 """The defaults that depend on other keys."""
 
 
-def _tables(read: Callable[[Measured], Iterable[Table]]) -> Callable[[Sequence[Result]], str]:
-    """Return a function that writes tables without the reasons of single entries."""
-    return lambda results: "\n\n".join(
-        replace(table, reasons=()).markdown() for table in read(Measured(results))
-    )
+_SECOND: Final = frozenset({
+    "import", "above import", "cgroup peak", "one step below", "at 1.1x ready", "sum of peak RSS",
+    "unreclaimable (sampled)", "exit code", "shared (sampled)",
+})  # fmt: skip
+"""The columns that decide nothing, which only a run's own report has."""
+_USUAL: Final = re.compile(
+    r"device cpu|no RAM limit|float32|cold page cache|x86_64|AMD EPYC|Linux .*|cgroup v1|torch .*|saving"
+)
+"""What a caption leaves out: the pages say it once of all runs."""
 
 
-_SECOND: Final = ("import", "above import", "cgroup peak")
-"""The columns that the part ``short`` leaves out."""
-
-
-def markdown_short(results: Sequence[Result]) -> str:
-    """Return the tables of a run without ranges, and without the figures that decide nothing."""
-    return markdown_table(results, _short)
-
-
-def _short(table: Table) -> Table:
+def _decisive(table: Table) -> Table:
+    """Return a table without ranges, and without the columns, notes and reasons that decide nothing."""
     places = [at for at, column in enumerate(table.columns) if column.title not in _SECOND]
     rows = [[replace(row[at], spread="") for at in places] for row in table.entries]
-    return replace(table, columns=[table.columns[at] for at in places], rows=rows)
+    columns = [table.columns[at] for at in places]
+    return replace(table, columns=columns, rows=rows, notes=(), reasons=())
 
 
-def markdown_table(
-    results: Sequence[Result], change: Callable[[Table], Table] = lambda table: table
-) -> str:
-    """Return the tables of a run as Markdown, with the caption below the tables."""
+def _caption(run: Measured) -> str:
+    about = words.shared(run, without=("ram_limit_bytes",) if run.floors else ()).split(" · ")
+    return escaped(" · ".join(one for one in about if not _USUAL.fullmatch(one)))
+
+
+def _tables(read: Callable[[Measured], Iterable[Table]]) -> Callable[[Sequence[Result]], str]:
+    """Return a function that writes a run's tables with the columns that decide, and a caption."""
+
+    def markdown(results: Sequence[Result]) -> str:
+        run = Measured(results)
+        tables = [_decisive(table).markdown() for table in read(run)]
+        return "\n\n".join([*tables, _caption(run)])
+
+    return markdown
+
+
+def markdown_table(results: Sequence[Result]) -> str:
+    """Return the tables of a run as Markdown, with all columns and the whole caption."""
     run = Measured(results)
     parts = []
-    for table in map(change, report.tables(run)):
+    for table in report.tables(run):
         heading = table.title.partition(": ")[2]
         parts += [f"**{escaped(heading)}**"] if heading else []
         parts.append(replace(table, notes=()).markdown())
@@ -103,7 +114,7 @@ def markdown_table(
 
 _PARTS: Final[Mapping[str | None, Callable[[Sequence[Result]], str]]] = {
     None: markdown_table,
-    "short": markdown_short,
+    "short": _tables(report.tables),
     "survival": _tables(findings.survival),
     "floors": _tables(findings.floors),
     "ranks": _tables(findings.ranks),
