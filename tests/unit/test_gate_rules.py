@@ -158,6 +158,10 @@ def test_what_expect_says() -> None:
             "x=measurement_failed: measurement_failed cannot be an expected outcome: this"
             " outcome says nothing about the strategy",
         ),
+        (
+            "train.py=command_failed",
+            "train.py=command_failed: command_failed cannot be an expected outcome: a failed strategy always fails a check",
+        ),
     ],
 )
 def test_what_cannot_be_expected(text: str, message: str) -> None:
