@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -138,6 +139,12 @@ class Group:
 
     def limit(self, limit_bytes: int) -> None:
         limit(self.path, limit_bytes)
+
+    def start(self, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
+        """Start a command whose first process is in the group."""
+        script = 'echo $$ > "$1" && shift && exec "$@"'
+        enter = ("/bin/sh", "-c", script, "sh", str(self.path / "cgroup.procs"))
+        return subprocess.Popen([*enter, *command], stdin=subprocess.DEVNULL, **how)
 
     def lift(self) -> None:
         """Lift the limit as weighin does, so that a process that it kills can end."""

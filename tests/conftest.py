@@ -290,6 +290,13 @@ def programs(disk: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def known_file(disk: Path) -> Path:
+    """The file that some of these programs read."""
+    (path := disk / "known-file").write_bytes(os.urandom(known_commands.FILE_BYTES))
+    return path
+
+
+@pytest.fixture(scope="session")
 def torch_fork_server() -> Iterator[ForkServer]:
     """Runs code in interpreters that have imported torch."""
     with closing(ForkServer("import torch")) as server:

@@ -29,7 +29,9 @@ class Known:
 
     ``file_bytes`` is page cache, charged if nobody had read the file before. ``process_bytes`` are
     the anonymous and shared memory of each process as its own RSS counts it, the largest first.
-    ``peak_ms`` is the shortest time for which the peak lasts.
+    ``peak_ms`` is the shortest time for which the peak lasts. Of memory of an unusual ``kind``, which
+    is the word for most of it, ``unusual_bytes`` cannot be reclaimed, and ``peak_bytes`` are charged
+    without a limit.
     """
 
     name: str
@@ -39,6 +41,9 @@ class Known:
     shmem_bytes: int = 0
     file_bytes: int = 0
     process_bytes: tuple[int, ...] = ()
+    kind: str = ""
+    unusual_bytes: int = 0
+    peak_bytes: int = 0
 
     @property
     def id(self) -> str:
@@ -47,7 +52,7 @@ class Known:
     @property
     def needed_bytes(self) -> int:
         """The memory that cannot be given back: what the command needs."""
-        return self.anon_bytes + self.shmem_bytes
+        return self.anon_bytes + self.shmem_bytes + self.unusual_bytes
 
     def command(self, programs: Path, file: Path) -> tuple[str, ...]:
         """Return the command line, with the programs that were built in the folder ``programs``."""
@@ -71,7 +76,32 @@ KNOWN = (
     Known("child", ("256", "2000"), 2000, 264 * MIB, process_bytes=(256 * MIB, 8 * MIB)),
     Known("daemon", ("64",), 2000, 64 * MIB, process_bytes=(64 * MIB,)),
 )
-"""All programs. The page cache of FILE is charged if it was dropped before. A container's /dev/shm has 64 MiB."""
+"""All programs of plain memory. The page cache of FILE is charged if it was dropped before. A container's
+/dev/shm has 64 MiB."""
+
+
+def _unusual(call: str, kind: str, needed_mib: int, peak_mib: int = 0) -> Known:
+    name, *arguments = call.split()
+    peak_bytes = (peak_mib or needed_mib) * MIB
+    return Known(
+        name, (*arguments,), 0, kind=kind, unusual_bytes=needed_mib * MIB, peak_bytes=peak_bytes
+    )
+
+
+UNUSUAL = (
+    _unusual("pipes 150", "kernel", 151),
+    _unusual("sockets 100", "kernel", 102),
+    _unusual("tables 100", "kernel", 100),
+    _unusual(f"locks {FILE}", "locked", FILE_BYTES // MIB),
+    _unusual("returns 200 200", "anonymous", 200, 400),
+    _unusual("returns 100 200", "anonymous", 200, 300),
+    _unusual("writes 100", "shared", 101),
+)
+
+
+def within(figure: int, known_bytes: int, more_bytes: int = MIB) -> bool:
+    """Tell whether a figure is right within 1 % and 1 MiB."""
+    return abs(figure - known_bytes) <= 0.01 * known_bytes + more_bytes
 
 
 def build(folder: Path) -> Path:

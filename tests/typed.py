@@ -196,3 +196,29 @@ class Started:
     def left(self) -> list[str]:
         """Return what there is of it beside the process itself."""
         return leftovers.all_of(self.process.pid, self.mark)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measured command: its record, what weighin printed about it, and weighin's exit code."""
+
+    record: dict[str, Any]
+    said: str
+    code: int
+
+    @property
+    def needed_bytes(self) -> int:
+        return int(self.record["ran"]["needed_bytes"])
+
+
+def measured(
+    run: Path,
+    command: tuple[str, ...],
+    options: str = "--isolation cgroup",
+    cwd: Path | None = None,
+) -> Measured:
+    """Measure a command, by default in a cgroup and started beside the new folder ``run``."""
+    line = CommandLine(cwd or run.parent, run.parent / "cache")
+    ended = line.run(f"run --no-stacks {options} --out", str(run), "--", *command)
+    assert ended.out == "", ended.out
+    return Measured(line.record(str(run)), ended.err, ended.code)

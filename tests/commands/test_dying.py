@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 from again import READ_LATE, tried_again
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.cgroup
 __all__ = ["inputs"]  # a fixture
 
 PATIENCE_S = 300  # the longest script computes for some ten seconds, and this machine may be busy
+
+QUIET: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
 
 ALARM = """
 import faulthandler, signal
@@ -44,20 +47,9 @@ def group() -> Iterator[Group]:
         yield made
 
 
-def start(command: tuple[str, ...], group: Group, **variables: str) -> subprocess.Popen[bytes]:
-    script = 'echo $$ > "$1" && shift && exec "$@"'
-    return subprocess.Popen(
-        ("/bin/sh", "-c", script, "sh", str(group.path / "cgroup.procs"), *command),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | variables,
-    )
-
-
 def run(case: Dying, inputs: Mapping[str, Path], group: Group) -> Ended:
     case.prepare(inputs)
-    with start(case.command(inputs), group) as process:
+    with group.start(case.command(inputs), **QUIET) as process:
         errors = process.communicate(timeout=PATIENCE_S)[1].decode()
     empty(inputs)
     return Ended(process.returncode, errors, group.oom_kills())
@@ -103,7 +95,9 @@ def test_a_script_meets_its_limit_at_its_line(
     group.limit(case.tightest_bytes)
     case.prepare(inputs)
     control.write_text("1")  # whoever meets the limit waits, or gets an error from a system call
-    process = start(case.command(inputs), group, PYTHONPATH=str(tmp_path))
+    process = group.start(
+        case.command(inputs), env=os.environ | {"PYTHONPATH": str(tmp_path)}, **QUIET
+    )
     with ExitStack() as stack:
         stack.enter_context(process)
         stack.callback(process.kill)  # one that waits at its limit would never end

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
-import known_commands
+import leftovers
 import pytest
 from again import EVICTED, tried_again
 from cells import MIB, Group, new_group, page_cache
-from known_commands import KNOWN, Known
+from known_commands import KNOWN, UNUSUAL, VISIBLE_MS, Known, within
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.compiler]
 
@@ -28,32 +27,21 @@ class Counted:
     anon_bytes: int
     shmem_bytes: int
     file_bytes: int
-    kernel_bytes: int
 
 
-def _parts(group: Group) -> tuple[int, int, int, int]:
-    """Return the anonymous, shared and file memory of a group, and that of the kernel for it."""
+def _parts(group: Group) -> tuple[int, int, int]:
+    """Return the anonymous, shared and file memory of a group."""
     stat = group.stat()
-    if group.version == 2:
-        anon, shmem, file, kernel = (
-            stat.get(name, 0) for name in ("anon", "shmem", "file", "kernel")
-        )
-    else:
-        anon, shmem, file = (stat.get(name, 0) for name in ("rss", "shmem", "cache"))
-        kernel = int((group.path / "memory.kmem.usage_in_bytes").read_text())
-    return anon, shmem, file - shmem, kernel
+    names = ("anon", "shmem", "file") if group.version == 2 else ("rss", "shmem", "cache")
+    anon, shmem, file = (stat.get(name, 0) for name in names)
+    return anon, shmem, file - shmem
 
 
 def count(command: tuple[str, ...]) -> Counted:
     """Run a command in a group of its own, and look at the group every 2 ms."""
-    with ExitStack() as stack:
-        group = stack.enter_context(new_group())
-        script = 'echo $$ > "$1" && shift && exec "$@"'
-        process = subprocess.Popen(
-            ("/bin/sh", "-c", script, "sh", str(group.path / "cgroup.procs"), *command),
-            stdin=subprocess.DEVNULL,
-        )
-        seen = [(0, 0, 0, 0)]
+    with new_group() as group:
+        process = group.start(command)
+        seen = [(0, 0, 0)]
         while process.poll() is None:
             seen.append(_parts(group))
             sleep(0.002)
@@ -61,27 +49,17 @@ def count(command: tuple[str, ...]) -> Counted:
         return Counted(process.returncode, group.peak_bytes(), *largest)
 
 
-@pytest.fixture(scope="module")
-def file(disk: Path) -> Path:
-    path = disk / "known-file"
-    path.write_bytes(os.urandom(known_commands.FILE_BYTES))
-    return path
-
-
-def within(figure: int, known_bytes: int) -> bool:
-    """Tell whether a figure is right within 1 % and 1 MiB."""
-    return abs(figure - known_bytes) <= 0.01 * known_bytes + MIB
-
-
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.id)
-def test_a_program_takes_what_is_known_of_it(known: Known, programs: Path, file: Path) -> None:
-    page_cache.drop([file])
-    counted = count(known.command(programs, file))
+def test_a_program_takes_what_is_known_of_it(
+    known: Known, programs: Path, known_file: Path
+) -> None:
+    page_cache.drop([known_file])
+    counted = count(known.command(programs, known_file))
     print(known.id, counted)
     assert counted.code == 0
     assert within(counted.shmem_bytes, known.shmem_bytes)
     assert within(counted.file_bytes, known.file_bytes)
-    if known.peak_ms >= known_commands.VISIBLE_MS:
+    if known.peak_ms >= VISIBLE_MS:
         assert within(counted.anon_bytes, known.anon_bytes)
     total = known.needed_bytes + known.file_bytes
     assert within(counted.peak_bytes, total)
@@ -89,34 +67,48 @@ def test_a_program_takes_what_is_known_of_it(known: Known, programs: Path, file:
 
 @tried_again(EVICTED)
 def test_the_page_cache_of_a_file_is_charged_to_its_first_reader(
-    programs: Path, file: Path
+    programs: Path, known_file: Path
 ) -> None:
     known = next(known for known in KNOWN if known.name == "maps")
-    file.read_bytes()
-    warm = count(known.command(programs, file))
-    page_cache.drop([file])
-    cold = count(known.command(programs, file))
+    known_file.read_bytes()
+    warm = count(known.command(programs, known_file))
+    page_cache.drop([known_file])
+    cold = count(known.command(programs, known_file))
     assert within(warm.peak_bytes, known.needed_bytes)
     assert within(cold.peak_bytes, known.needed_bytes + known.file_bytes)
 
 
 def test_the_daemon_goes_on_without_its_parent(programs: Path) -> None:
     started = monotonic()
-    ended = subprocess.run((programs / "daemon", "16", "30"), capture_output=True, check=False)
+    daemon, mark = str(programs / "daemon"), {"WEIGHIN_TEST_DAEMON": str(programs)}
+    ended = subprocess.run(
+        (daemon, "16", "30"), capture_output=True, check=False, env=os.environ | mark
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")  # its streams are closed
     assert monotonic() - started < 20
-    (pid,) = _named(str(programs / "daemon"))
+    (left,) = leftovers.processes(f"WEIGHIN_TEST_DAEMON={programs}")
+    pid = int(left.split()[0])
     assert os.getsid(pid) not in (os.getsid(0), pid)
     os.kill(pid, signal.SIGKILL)
 
 
-def _named(program: str) -> list[int]:
-    """Return the pids of the running processes of a program."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (folder / "cmdline").read_bytes().startswith(os.fsencode(program) + b"\0"):
-                found.append(int(folder.name))
-        except OSError:  # it ended meanwhile
-            continue
-    return found
+def ended(command: tuple[str, ...], limit_bytes: int) -> tuple[int, int]:
+    """Run a command in a group with a limit; return its exit code and the peak of the group."""
+    with new_group() as group:
+        group.limit(limit_bytes)
+        return group.start(command).wait(), group.peak_bytes()
+
+
+@pytest.mark.parametrize("known", UNUSUAL, ids=lambda known: known.id)
+def test_a_program_lives_under_its_limit_and_not_below(
+    known: Known, programs: Path, known_file: Path
+) -> None:
+    command = known.command(programs, known_file)
+    slack = 4 * MIB + known.needed_bytes // 50
+    page_cache.drop([known_file])
+    code, peak = ended(command, known.peak_bytes + 64 * MIB)
+    assert code == 0
+    assert abs(peak - known.peak_bytes) <= slack
+    for limit, lives in ((known.needed_bytes + slack, True), (known.needed_bytes - slack, False)):
+        page_cache.drop([known_file])
+        assert (ended(command, limit)[0] == 0) is lives

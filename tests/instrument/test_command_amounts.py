@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,74 +15,52 @@ import leftovers
 import pytest
 from again import EVICTED, tried_again
 from cells import MIB, page_cache
-from known_commands import FILE_BYTES, KNOWN, VISIBLE_MS, Known
-from nightly import limits
+from known_commands import KNOWN, VISIBLE_MS, Known, within
+from typed import ROOT, measured
 
 pytestmark = pytest.mark.compiler
 
-ROOT = Path(__file__).parents[2]
+BY_DAY_IN_DOCKER = ("spend 256 800", "maps FILE", "shares 48 2000")
+CASES = [
+    pytest.param(isolation, known, id=f"{isolation}-{known.id}", marks=marks)
+    for isolation in ("cgroup", "docker")
+    for known in KNOWN
+    for marks in [
+        [getattr(pytest.mark, isolation)]
+        + [pytest.mark.nightly] * (isolation == "docker" and known.id not in BY_DAY_IN_DOCKER)
+    ]
+]
 VISIBLE = [known for known in KNOWN if known.peak_ms >= VISIBLE_MS]
 
 
-@pytest.fixture(scope="session")
-def file(disk: Path) -> Path:
-    path = disk / "known-file"
-    path.write_bytes(os.urandom(FILE_BYTES))
-    return path
-
-
-def record(command: tuple[str, ...], isolation: str, folder: Path, *options: str) -> dict[str, Any]:
+def record(
+    command: tuple[str, ...], isolation: str, folder: Path, more: str = ""
+) -> dict[str, Any]:
     """Run a command with weighin, and return its record."""
-    weighin = (sys.executable, "-P", "-m", "weighin", "run", "--no-stacks")
-    variables = {"PYTHONPATH": str(ROOT / "harness")}
-    process = subprocess.run(
-        (
-            *weighin,
-            "--isolation",
-            isolation,
-            "--out",
-            str(folder / "run"),
-            *options,
-            "--",
-            *command,
-        ),
-        cwd=Path(command[0]).parents[1],  # a container sees the working folder alone
-        env=os.environ | variables,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout == ""
-    (line,) = (folder / "run" / "records.jsonl").read_text().splitlines()
-    found: dict[str, Any] = json.loads(line)
-    assert (found["outcome"], found["exit_code"]) == ("ok", 0), found["message"]
-    return found
+    around = Path(command[0]).parents[1]  # a container sees the working folder alone
+    found = measured(folder / "run", command, f"--isolation {isolation} {more}", cwd=around)
+    record = found.record
+    assert (found.code, record["outcome"], record["exit_code"]) == (0, "ok", 0), found.said
+    return record
 
 
 @pytest.fixture(scope="module")
 def cold_record(
-    programs: Path, file: Path, tmp_path_factory: pytest.TempPathFactory
+    programs: Path, known_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Known, str], dict[str, Any]]:
     """Call it to run a known command whose file is not in the page cache; it runs once for all tests."""
 
     @cache
     def measured(known: Known, isolation: str) -> dict[str, Any]:
-        page_cache.drop([file])
-        return record(known.command(programs, file), isolation, tmp_path_factory.mktemp("cold"))
+        page_cache.drop([known_file])
+        return record(
+            known.command(programs, known_file), isolation, tmp_path_factory.mktemp("cold")
+        )
 
     return measured
 
 
-def within(figure: int, known_bytes: int) -> bool:
-    """Tell whether a figure is right within 1 % and 1 MiB."""
-    return abs(figure - known_bytes) <= 0.01 * known_bytes + MIB
-
-
-@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.id)
-@pytest.mark.parametrize("isolation", limits("cgroup"))
+@pytest.mark.parametrize(("isolation", "known"), CASES)
 def test_a_groups_figures_are_known_within_1_percent_and_1_mib(
     known: Known, isolation: str, cold_record: Callable[[Known, str], dict[str, Any]]
 ) -> None:
@@ -134,14 +108,14 @@ def test_the_processes_at_the_peak_have_their_shares(
 @pytest.mark.cgroup
 @pytest.mark.parametrize("name", ["maps", "reads"])
 def test_page_cache_is_no_need_cold_or_warm(
-    name: str, programs: Path, file: Path, tmp_path: Path
+    name: str, programs: Path, known_file: Path, tmp_path: Path
 ) -> None:
     known = next(known for known in KNOWN if known.name == name)
-    command, folder = known.command(programs, file), Path(mkdtemp(dir=tmp_path))
-    file.read_bytes()
+    command, folder = known.command(programs, known_file), Path(mkdtemp(dir=tmp_path))
+    known_file.read_bytes()
     warm = record(command, "cgroup", folder / "warm")
-    cold = record(command, "cgroup", folder / "cold", "--cold", str(file))
-    assert cold["ran"]["cold"] == [str(file)]
+    cold = record(command, "cgroup", folder / "cold", f"--cold {known_file}")
+    assert cold["ran"]["cold"] == [str(known_file)]
     assert within(cold["peaks"]["cgroup_bytes"] - warm["peaks"]["cgroup_bytes"], known.file_bytes)
     assert within(cold["ran"]["needed_bytes"], known.needed_bytes)
     assert within(warm["ran"]["needed_bytes"], known.needed_bytes)

@@ -7,7 +7,7 @@ from pathlib import Path
 import leftovers
 import pytest
 from cells import MIB
-from unusual_commands import measured
+from typed import measured
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.compiler]
 
@@ -20,7 +20,7 @@ def test_memory_of_forked_processes_own_is_no_copy(
     how: str, isolation: str, programs: Path, tmp_path: Path
 ) -> None:
     command = (str(programs / "heirs"), "300", "100", how)
-    found = measured(tmp_path / "run", command, isolation=isolation)
+    found = measured(tmp_path / "run", command, f"--isolation {isolation}")
     print([one["copied_bytes"] for one in found.record["ran"]["processes"]])
     assert "Copy-on-write" not in found.said
     assert found.needed_bytes >= 300 * MIB
@@ -32,7 +32,7 @@ def test_shared_pages_that_become_private_are_copies(
 ) -> None:
     # On a busy machine a table of the processes takes long, and the next follows after 20 times that.
     command = (str(programs / "forks"), "128", "3", "8000")
-    found = measured(tmp_path / "run", command, isolation=isolation)
+    found = measured(tmp_path / "run", command, f"--isolation {isolation}")
     copied = [one["copied_bytes"] or 0 for one in found.record["ran"]["processes"]]
     print(copied, found.said)
     assert "Copy-on-write: 3 forked processes wrote to pages" in found.said
@@ -41,7 +41,7 @@ def test_shared_pages_that_become_private_are_copies(
 
 def test_a_plain_process_says_what_is_not_seen(programs: Path, tmp_path: Path) -> None:
     command = (str(programs / "writes"), "150", "-", "300")
-    found = measured(tmp_path / "run", command, isolation="process")
+    found = measured(tmp_path / "run", command, "--isolation process")
     assert found.needed_bytes < 10 * MIB
     for unseen in ("kernel memory", "huge pages", "files in memory that no process maps"):
         assert unseen in found.said
@@ -54,7 +54,7 @@ def test_a_file_that_stays_in_memory_is_named_with_its_size(
     path = Path("/dev/shm") / f"weighin-test-{isolation}-{tmp_path.name}"
     try:
         command = (str(programs / "writes"), "40", str(path), "100")
-        found = measured(tmp_path / "run", command, isolation=isolation)
+        found = measured(tmp_path / "run", command, f"--isolation {isolation}")
     finally:
         path.unlink()
     assert f"{path} (40.000 MiB)" in found.said

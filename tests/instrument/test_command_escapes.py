@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cells import MIB, cgroup_root, cgroup_version, new_group
-from unusual_commands import ROOT, Measured, measured, weighin
+from typed import ROOT, CommandLine, Measured, measured
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.compiler, pytest.mark.root]
 
@@ -26,8 +27,9 @@ def elsewhere() -> Iterator[Path]:
 
 def refused(found: Measured, folder: Path) -> bool:
     """Tell whether a run ends with an error, and passes no gate."""
-    gate = weighin("check", str(folder), "--budget", "anon <= 10 GiB")
-    return bool(found.code and gate.returncode)
+    command = CommandLine(folder.parent, folder.parent / "cache")
+    gate = command.run(f"check {folder.name} --budget 'anon <= 10 GiB'")
+    return bool(found.code and gate.code)
 
 
 @pytest.mark.parametrize("how", ["stays", "child"])
@@ -36,7 +38,7 @@ def test_a_process_that_leaves_the_cgroup(
     how: str, limit: str, programs: Path, elsewhere: Path, tmp_path: Path
 ) -> None:
     command = (str(programs / "leaves"), str(elsewhere), "100", how)
-    found = measured(tmp_path / "run", command, "--ram", limit)
+    found = measured(tmp_path / "run", command, f"--isolation cgroup --ram {limit}")
     print(found.said)
     assert found.record["outcome"] == "measurement_failed"
     assert "left the command's cgroup for" in found.said
@@ -51,7 +53,7 @@ def test_a_process_that_leaves_the_cgroup_and_returns(
 ) -> None:
     home = f"{cgroup_root()}$own"
     script = f"{OWN}exec {programs}/leaves {elsewhere} 200 returns 400 {home}"
-    found = measured(tmp_path / "run", ("/bin/sh", "-c", script), "--ram", "100m")
+    found = measured(tmp_path / "run", ("/bin/sh", "-c", script), "--isolation cgroup --ram 100m")
     assert found.record["outcome"] == "measurement_failed"
     assert refused(found, tmp_path / "run")
 
@@ -63,7 +65,7 @@ def test_a_command_that_raises_its_limit(programs: Path, tmp_path: Path) -> None
         f"{OWN}for file in {files}; do echo -1 > {cgroup_root()}$own/$file; done;"
         f" sleep 1; exec {programs}/spend 200 200"
     )
-    found = measured(tmp_path / "run", ("/bin/sh", "-c", script), "--ram", "100m")
+    found = measured(tmp_path / "run", ("/bin/sh", "-c", script), "--isolation cgroup --ram 100m")
     assert found.record["outcome"] == "measurement_failed"
     # The limit itself is read now and then; else the exact peak tells it at the end.
     told = ("the command changed the limit of its cgroup", "the limit was changed")
@@ -82,7 +84,7 @@ def test_the_limit_of_a_cgroup_below_is_not_one_around(
         f" (echo 0 > $inner/cgroup.procs; sleep 1; exec {programs}/spend 100 100);"
         " code=$?; rmdir $inner; exit $code"
     )
-    found = measured(tmp_path / "run", ("/bin/sh", "-c", script), isolation=isolation)
+    found = measured(tmp_path / "run", ("/bin/sh", "-c", script), f"--isolation {isolation}")
     print(found.said)
     (kill,) = found.record["ran"]["kills"]
     assert kill["limit_is"] == "below"
@@ -132,14 +134,13 @@ def test_a_load_that_leaves_fills_and_returns(free: str, elsewhere: Path, tmp_pa
     mount = cgroup_root()
     code = LEAVING.replace("{elsewhere}", str(elsewhere)).replace("{mount}", str(mount))
     (tmp_path / "leaving.py").write_text(code.replace("{free}", free))
-    run = tmp_path / "run"
-    options = ("--isolation", "cgroup", "--out", str(run))
-    ended = weighin("bench", "gpt2-tiny", "-s", str(tmp_path / "leaving.py"), *options)
-    text = (run / "records.jsonl").read_text()
-    print(text[:600], ended.stderr)
-    assert '"outcome": "strategy_failed"' in text or '"outcome":"strategy_failed"' in text
-    assert "left its cgroup" in text
-    assert ended.returncode
+    command = CommandLine(tmp_path, Path(os.environ["WEIGHIN_CACHE"]))
+    ended = command.run("bench gpt2-tiny -s ./leaving.py --isolation cgroup --out run")
+    record = command.record("run")
+    print(str(record)[:600], ended.err)
+    assert record["outcome"] == "strategy_failed"
+    assert "left its cgroup" in record["message"]
+    assert ended.code
 
 
 def test_weighin_may_run_in_weighin(programs: Path, tmp_path: Path) -> None:
