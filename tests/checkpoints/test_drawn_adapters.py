@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 import torch
 from cells import CheckpointError, ConfigError, write_merged
+from safetensors.torch import load_file, save_file
 from small import llama, transformers
 
 from weighin import load_pretrained
@@ -83,45 +84,79 @@ def changed(config: dict[str, Any], kind: str, draw: random.Random) -> None:
         change()
 
 
-def draw_adapter(folder: Path, peft: Any, kind: str, draw: random.Random) -> tuple[Path, Path]:
-    """Write a model and a drawn adapter; return their folders."""
+def save_adapter(folder: Path, peft: Any, model: Any, config: Any) -> tuple[Path, Path]:
+    """Write a model and an adapter of random values; return their folders."""
     base, adapter = folder / "base", folder / "adapter"
-    model_of(kind).save_pretrained(base)
-    for _ in range(50):
-        model = type(model_of(kind)).from_pretrained(base)
-        try:
-            made = peft.get_peft_model(model, peft.LoraConfig(**settings_for(kind, draw)))
-        except ValueError:  # the settings name no module
-            continue
-        break
+    model.save_pretrained(base)
+    made = peft.get_peft_model(model, config)
     for name, parameter in made.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn_like(parameter)
     made.save_pretrained(adapter)
-    file = adapter / "adapter_config.json"
-    config = json.loads(file.read_text())
-    changed(config, kind, draw)
-    file.write_text(json.dumps(config))
     return base, adapter
 
 
-def merged_by_peft(peft: Any, model: Any, adapter: Path) -> dict[str, torch.Tensor] | None:
-    """Return the merged weights; None if peft fails, or gives matrices random values."""
+def change(adapter: Path, how: Callable[[dict[str, Any]], object]) -> None:
+    """Change the saved configuration of an adapter."""
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text())
+    how(config)
+    file.write_text(json.dumps(config))
+
+
+def draw_adapter(folder: Path, peft: Any, kind: str, draw: random.Random) -> tuple[Path, Path]:
+    """Write a model and a drawn adapter; return their folders."""
+    while True:
+        try:
+            config = peft.LoraConfig(**settings_for(kind, draw))
+            base, adapter = save_adapter(folder, peft, model_of(kind), config)
+            break
+        except ValueError:  # the settings name no module
+            continue
+    change(adapter, lambda config: changed(config, kind, draw))
+    return base, adapter
+
+
+def merged_by_peft(peft: Any, model: Any, adapter: Path) -> dict[str, torch.Tensor] | str:
+    """Return the merged weights; else how peft fails, empty if it gives matrices random values."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loaded = peft.PeftModel.from_pretrained(model, adapter)
-    except Exception:
-        return None
+    except Exception as error:
+        return f"peft fails: {type(error).__name__}"
     is_random = not loaded.peft_config["default"].init_lora_weights
     if is_random and any("missing adapter keys" in str(one.message) for one in caught):
-        return None
+        return ""
     state: dict[str, torch.Tensor] = loaded.merge_and_unload().state_dict()
     return state
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def assert_as_by_peft(peft: Any, kind: Any, base: Path, adapter: Path, dtype: torch.dtype) -> None:
+    """Both ways to merge give what peft gives, or say how it fails."""
+    expected = merged_by_peft(peft, kind.from_pretrained(base, dtype=dtype), adapter)
+    target = base.parent / "merged.pt"
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=f"--adapter .*{expected}"):
+            load_pretrained(base, dtype=dtype, adapter=adapter)
+        with pytest.raises(CheckpointError, match="--adapter "):
+            write_merged(base, adapter, target, dtype)
+        return
+    write_merged(base, adapter, target, dtype)
+    for found in (
+        load_pretrained(base, dtype=dtype, adapter=adapter).state_dict(),
+        torch.load(target),
+    ):
+        assert not [name for name, one in expected.items() if not torch.equal(one, found[name])]
+        assert {one.dtype for one in found.values()} == {one.dtype for one in expected.values()}
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
+
+
 @pytest.mark.parametrize("number", range(DRAWS))
 def test_a_drawn_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, number: int) -> None:
     peft = pytest.importorskip("peft", reason="pip install peft")
@@ -130,22 +165,75 @@ def test_a_drawn_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, number:
     kind = draw.choice(list(SUFFIXES))
     base, adapter = draw_adapter(tmp_path, peft, kind, draw)
     dtype = draw.choice((torch.float32, torch.bfloat16))
-    model = type(model_of(kind)).from_pretrained(base, dtype=dtype)
-    expected = merged_by_peft(peft, model, adapter)
-    if expected is None:
-        with pytest.raises(CheckpointError, match="--adapter "):
-            load_pretrained(base, dtype=dtype, adapter=adapter)
-        with pytest.raises(CheckpointError, match="--adapter "):
-            write_merged(base, adapter, tmp_path / "merged.pt", dtype)
-        return
-    found = load_pretrained(base, dtype=dtype, adapter=adapter).state_dict()
-    assert not [name for name, one in expected.items() if not torch.equal(one, found[name])]
-    write_merged(base, adapter, tmp_path / "merged.pt", dtype)
-    converted = torch.load(tmp_path / "merged.pt")
-    assert not [name for name, one in expected.items() if not torch.equal(one, converted[name])]
+    assert_as_by_peft(peft, type(model_of(kind)), base, adapter, dtype)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+NAMED: Final[dict[str, Callable[[dict[str, Any]], object]]] = {
+    "as saved": lambda config: None,
+    "narrow targets": lambda config: config.update(target_modules=["q_proj"]),
+    "another rank": lambda config: config.update(r=4),
+    "no alpha": lambda config: config.pop("lora_alpha"),
+    "no rank": lambda config: config.pop("r"),
+    "rank 0": lambda config: config.update(r=0),
+    "a rank in quotes": lambda config: config.update(r="8"),
+    "one layer": lambda config: config.update(layers_to_transform=[1]),
+    "layer 0": lambda config: config.update(layers_to_transform=0),
+    "an excluded module": lambda config: config.update(exclude_modules=["v_proj"]),
+    "a pattern": lambda config: config.update(target_modules=r".*\.1\.self_attn\.(q|v)_proj"),
+    "all linear layers": lambda config: config.update(target_modules="all-linear"),
+    "another alpha for one module": lambda config: config.update(alpha_pattern={"v_proj": 3}),
+    "another rank for one module": lambda config: config.update(rank_pattern={"v_proj": 2}),
+    "another begin of its training": lambda config: config.update(init_lora_weights="orthogonal"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_changed_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, name: str) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    model = llama(torch.bfloat16)
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    base, adapter = save_adapter(tmp_path, peft, model, config)
+    change(adapter, NAMED[name])
+    assert_as_by_peft(peft, type(model), base, adapter, torch.bfloat16)
+
+
+LAID: Final[dict[str, tuple[Callable[[], Any], dict[str, Any]]]] = {
+    "tied embeddings": (lambda: llama(torch.float32, tie_word_embeddings=True), {"target_modules": ["q_proj", "embed_tokens"]}),
+    "transposed": (lambda: model_of("gpt2"), {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAID)
+def test_an_adapter_of_weights_that_lie_otherwise(tmp_path: Path, name: str) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    model = LAID[name][0]()
+    base, adapter = save_adapter(tmp_path, peft, model, peft.LoraConfig(r=6, **LAID[name][1]))
+    assert_as_by_peft(peft, type(model), base, adapter, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda one: (one / "adapter_config.json").unlink(), r"not an adapter of peft: it needs adapter_config\.json"),
+        (lambda one: without_half(one / "adapter_model.safetensors"), "peft fails: the file lacks matrices"),
+    ],
+    ids=["no configuration", "one matrix of two"],
+)  # fmt: skip
+def test_half_an_adapter_is_refused(
+    tmp_path: Path, changes: Callable[[Path], object], message: str
+) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    base, adapter = save_adapter(tmp_path, peft, llama(torch.float32), config)
+    changes(adapter)
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(base, adapter=adapter)
+
+
+def without_half(file: Path) -> None:
+    save_file({name: one for name, one in load_file(file).items() if "lora_A" in name}, file)
+
+
 def test_without_peft_an_adapter_is_refused_with_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

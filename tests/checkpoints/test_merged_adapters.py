@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cells import CheckpointError
 from command_trees import variables
 from safetensors.torch import save_file
-from small import llama, transformers
+from small import llama
 
 from weighin import load_pretrained
 
@@ -87,77 +86,3 @@ def test_the_merged_weights_are_written_as_they_are_loaded(tmp_path: Path, is_ti
     found = torch.load(target)
     assert found.keys() == expected.keys()
     assert all(torch.equal(one, found[name]) for name, one in expected.items())
-
-
-@pytest.mark.parametrize("way", ["eva", "orthogonal", "gaussian"])
-def test_an_adapter_is_plain_however_its_training_began(tmp_path: Path, way: str) -> None:
-    matrices = {
-        f"{PREFIX}.lora_A.weight": torch.randn(4, 96),
-        f"{PREFIX}.lora_B.weight": torch.randn(96, 4),
-    }
-    base, plain = base_in(tmp_path), adapter_in(tmp_path, matrices, r=4, layers_to_transform=[0])
-    expected = load_pretrained(base, adapter=plain).state_dict()
-    config = json.loads((plain / "adapter_config.json").read_text())
-    (plain / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": way}))
-    found = load_pretrained(base, adapter=plain).state_dict()
-    assert all(torch.equal(one, found[name]) for name, one in expected.items())
-
-
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    base = base_in(tmp_path, hidden_size=64)
-    with pytest.raises(CheckpointError, match=r"peft fails: .*size mismatch for .*q_proj"):
-        load_pretrained(base, adapter=adapter_in(tmp_path))
-
-
-def test_one_matrix_of_two_is_refused(tmp_path: Path) -> None:
-    base = base_in(tmp_path)
-    adapter = adapter_in(tmp_path, {f"{PREFIX}.lora_A.weight": torch.randn(5, 96)})
-    with pytest.raises(CheckpointError, match="peft fails: the file lacks matrices"):
-        load_pretrained(base, adapter=adapter)
-
-
-def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    base = base_in(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"not an adapter of peft: it needs adapter_config\.json"
-    ):
-        load_pretrained(base, adapter=tmp_path)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own use
-@pytest.mark.filterwarnings(
-    "ignore:Model (has|with) `tie_word_embeddings:UserWarning",
-    "ignore:Setting `save_embedding:UserWarning",
-)
-@pytest.mark.parametrize("name", ["linear", "embedding", "transposed"])
-def test_the_merge_equals_that_of_peft(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    package = transformers()
-    if name == "transposed":
-        config = package.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=100)
-        package.GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
-        options = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
-    elif name == "embedding":
-        base_in(tmp_path, tie_word_embeddings=True)
-        options = {"target_modules": ["q_proj", "embed_tokens"], "alpha_pattern": {"q_proj": 3}}
-    else:
-        base_in(tmp_path)
-        options = {
-            "target_modules": ["q_proj", "down_proj", "lm_head"],
-            "rank_pattern": {"q_proj": 3},
-        }
-    base, adapter, kind = tmp_path / "base", tmp_path / "adapter", package.AutoModelForCausalLM
-    made = peft.get_peft_model(
-        kind.from_pretrained(base), peft.LoraConfig(r=6, lora_alpha=5, **options)
-    )
-    for key, parameter in made.named_parameters():
-        if "lora_" in key:
-            parameter.data = torch.randn_like(parameter)
-    made.save_pretrained(adapter)
-    loaded = peft.PeftModel.from_pretrained(kind.from_pretrained(base, dtype=dtype), adapter)
-    expected = loaded.merge_and_unload().state_dict()
-    found = load_pretrained(base, dtype=dtype, adapter=adapter).state_dict()
-    assert found.keys() == expected.keys()
-    assert all(one.dtype == found[key].dtype for key, one in expected.items())
-    assert all(torch.equal(one, found[key]) for key, one in expected.items())
