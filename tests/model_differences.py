@@ -49,6 +49,22 @@ def differences(
     return lines
 
 
+def state_differences(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], *, nan_bits: bool = True
+) -> list[str]:
+    """Return one line for each tensor of two state dicts that is lost, more, of another kind or value."""
+    lines = [f"lost {key}" for key in wanted.keys() - found.keys()]
+    lines += [f"more: {key}" for key in found.keys() - wanted.keys()]
+    for key in found.keys() & wanted.keys():
+        one, other = found[key], wanted[key]
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (one, other)]
+            lines.append(f"{key} is {', not '.join(kinds)}")
+        elif not same_bytes(one, other, nan_bits=nan_bits):
+            lines.append(f"{key}: other values")
+    return lines
+
+
 def seed(number: int) -> None:
     """Seed the CPU's random generator; torch.manual_seed logs a traceback for each other device."""
     torch.default_generator.manual_seed(number)
@@ -62,10 +78,11 @@ def outcome(run: Callable[[], Any]) -> Any:
         return type(error)
 
 
-def output_differences(found: Any, wanted: Any) -> list[str]:
+def output_differences(found: Any, wanted: Any, *, exact: bool = False) -> list[str]:
     """Return one line for each difference between two outputs that is larger than rounding errors.
 
-    Rounding differs because the weights' addresses decide which kernel computes the output.
+    Rounding differs because the weights' addresses decide which kernel computes the output;
+    ``exact`` allows for none.
     """
     mine, theirs = list(_inside("output", found)), list(_inside("output", wanted))
     if [path for path, _ in mine] != [path for path, _ in theirs]:
@@ -73,15 +90,17 @@ def output_differences(found: Any, wanted: Any) -> list[str]:
     return [
         f"{path}: {one!r}, not {other!r}"
         for (path, one), (_, other) in zip(mine, theirs, strict=True)
-        if not _close(one, other)
+        if not _close(one, other, exact)
     ]
 
 
-def _close(one: Any, other: Any) -> bool:
+def _close(one: Any, other: Any, exact: bool) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return repr(one) == repr(other)
     if (one.dtype, one.shape, one.requires_grad) != (other.dtype, other.shape, other.requires_grad):
         return False
+    if exact:
+        return same_bytes(one, other)
     most = {2: 0.05, 1: 1.0}.get(one.itemsize, 1e-4)
     mine, theirs = one.detach().double(), other.detach().double()
     return torch.allclose(mine, theirs, rtol=most, atol=most, equal_nan=True)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from cells import HarnessError, arguments_to_dequantise
 from layouts import Layout, every
+from model_differences import state_differences
 from torch import nn
 
 _MADE: Final = Path("made.json")
@@ -55,9 +56,9 @@ def load(name: str) -> None:
             print(json.dumps({"refused": str(error)}))
             return
     state, buffers = _tensors(model)
-    differences = _differences(state, truth)
+    differences = state_differences(state, truth)
     if more:
-        differences += _differences(buffers, more)
+        differences += state_differences(buffers, more)
     _print(differences, [str(one.message) for one in said])
 
 
@@ -72,7 +73,7 @@ def converted() -> None:
         elif tied_to not in found and key in found:
             found[tied_to] = found[key]
     found |= {key: one.to(truth[key].dtype) for key, one in found.items() if key in truth}
-    _print(_differences(found, truth), [])
+    _print(state_differences(found, truth), [])
 
 
 def _from_pretrained(path: Path, layout: Layout) -> nn.Module:
@@ -148,24 +149,6 @@ def _ties(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
         if one.numel() and first.setdefault(place, key) != key:
             ties[key] = first[place]
     return ties
-
-
-def _differences(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> list[str]:
-    lines = [f"lost {key}" for key in truth.keys() - found.keys()]
-    lines += [f"more: {key}" for key in found.keys() - truth.keys()]
-    for key in found.keys() & truth.keys():
-        one, other = found[key].detach(), truth[key].detach()
-        if one.dtype != other.dtype or one.shape != other.shape:
-            lines.append(
-                f"{key} is {one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
-            )
-        elif not torch.equal(_bits(one), _bits(other)):
-            lines.append(f"{key}: other values")
-    return lines
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.flatten()
 
 
 def _print(differences: list[str], said: list[str]) -> None:

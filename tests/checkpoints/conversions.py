@@ -21,6 +21,7 @@ import quantised_folders as packing
 import torch
 from cells import UNDECODED, CheckpointError, ConfigError, arguments_to_dequantise
 from hypothesis import strategies as st
+from model_differences import state_differences
 from quantised_folders import State
 from safetensors.torch import load_file, save_file
 from small import transformers
@@ -77,10 +78,8 @@ def assert_equal(ours: Any, theirs: Any) -> None:
     assert ours.training is theirs.training
     assert ours.config.dtype == theirs.config.dtype
     tensors, expected = _tensors(ours), _tensors(theirs)
-    assert tensors.keys() == expected.keys()
-    for name, one in expected.items():
-        assert tensors[name].dtype == one.dtype, name
-        assert torch.equal(bits(tensors[name]), bits(one)), name
+    # Not a number is one value, whose sign depends on the processor's unit.
+    assert state_differences(tensors, expected, nan_bits=False) == []
     assert _shared(tensors) == _shared(expected)
 
 
@@ -95,12 +94,6 @@ def _shared(tensors: dict[str, torch.Tensor]) -> set[frozenset[str]]:
     for name, one in tensors.items():
         places.setdefault(one.data_ptr(), set()).add(name)
     return {frozenset(names) for names in places.values() if len(names) > 1}
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes; not a number is one value, whose sign depends on the processor's unit."""
-    flat = tensor.reshape(-1)
-    return torch.where(flat.isnan(), torch.nan, flat).contiguous().view(torch.uint8)
 
 
 # The models --------------------------------------------------------------------------------------
@@ -361,50 +354,6 @@ def gguf_format_types() -> set[str]:
     return {kind.name for kind in gguf.GGMLQuantizationType} - left_out
 
 
-def _lora(draw: Draw, folder: Path) -> Folder:
-    import peft
-
-    model = _llama(draw, st.integers(1, 40).map(lambda n: 2 * n)).to(draw(st.sampled_from(FLOATS)))
-    base, adapter = folder / "base", folder / "adapter"
-    _write(draw, base, model)
-    known = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "embed_tokens",
-        "lm_head",
-    )
-    targets = draw(st.lists(st.sampled_from(known), min_size=1, max_size=4, unique=True))
-    settings = peft.LoraConfig(
-        r=draw(st.integers(1, 9)),
-        lora_alpha=draw(st.integers(1, 20)),
-        use_rslora=draw(st.booleans()),
-        target_modules=targets,
-        rank_pattern={targets[0]: draw(st.integers(1, 5))} if draw(st.booleans()) else {},
-        alpha_pattern={targets[-1]: draw(st.integers(1, 9))} if draw(st.booleans()) else {},
-    )
-    kind, dtype, of_adapter = (
-        type(model),
-        draw(st.sampled_from(FLOATS)),
-        draw(st.sampled_from(FLOATS)),
-    )
-    made = peft.get_peft_model(kind.from_pretrained(base), settings)
-    for name, parameter in made.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn_like(parameter).to(of_adapter)
-    made.save_pretrained(str(adapter))
-
-    def reference() -> Any:
-        loaded = kind.from_pretrained(base, dtype=dtype)
-        return peft.PeftModel.from_pretrained(loaded, adapter).merge_and_unload()
-
-    return Folder(base, dtype, reference, {"adapter": adapter})
-
-
 MAKERS: Final[dict[str, tuple[Callable[[Draw, Path], Folder], str]]] = {
     "fp8": (_fp8, ""),
     "mxfp4": (_mxfp4, ""),
@@ -413,6 +362,5 @@ MAKERS: Final[dict[str, tuple[Callable[[Draw, Path], Folder], str]]] = {
     "compressed int4": (_compressed("compressed int4"), "compressed_tensors"),
     "experts": (_experts, ""),
     "gguf": (_gguf, "gguf"),
-    "lora": (_lora, "peft"),
 }
 """For each kind of conversion, the function that writes a folder, and the package that it needs."""

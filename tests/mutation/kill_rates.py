@@ -122,23 +122,16 @@ def kept_rates(kept: Mapping[str, Any]) -> dict[str, Rate]:
 
 def table(now: Mapping[str, Rate], before: Mapping[str, Rate]) -> str:
     """Return rates beside earlier ones, in Markdown: those of ``MANY``, then the others, and sums."""
-    names = sorted({*now, *before} - {*MANY})
-    every = (*MANY, *names)
-    rows = [(name, now.get(name), before.get(name)) for name in every]
-    for title, of in (("all others", names), ("all", every)):
-        sums = [
-            sum((each[name] for name in of if name in each), Rate(0, 0)) for each in (now, before)
-        ]
-        rows.append((title, sums[0], sums[1]))
-    head = ["| package | drawn | killed | % | before: drawn | killed | % |", "|---|" + "--:|" * 6]
-    lines = [f"| {title} | {_cells(one)} | {_cells(other)} |" for title, one, other in rows]
-    return "\n".join([*head, *lines])
-
-
-def _cells(rate: Rate | None) -> str:
-    return (
-        f"{rate.drawn} | {rate.killed} | {rate.percent:.1f}" if rate and rate.drawn else "- | - | -"
-    )
+    others = sorted({*now, *before} - {*MANY})
+    lines = ["| package | drawn | killed | % | before: drawn | killed | % |", "|---|" + "--:|" * 6]
+    groups = {name: [name] for name in (*MANY, *others)}
+    for title, names in (groups | {"all others": others, "all": [*MANY, *others]}).items():
+        cells = [title]
+        for each in (now, before):
+            rate = sum((each.get(name, Rate(0, 0)) for name in names), Rate(0, 0))
+            cells += [str(rate.drawn), str(rate.killed), f"{rate.percent:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def to_keep(

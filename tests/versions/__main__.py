@@ -16,12 +16,10 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
-
-import interpreters
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / ".venv-versions"
@@ -39,7 +37,8 @@ conformance with torch is tested, too."""
 
 _TOOLS: Final = ("pytest", "hypothesis")  # of the extra "dev": what these tests import
 _TORCHS_OWN: Final = ("torch", "sympy")  # torch pins sympy exactly, each version another one
-_COLUMNS: Final = ("torch", "python", "passed", "failed", "errors", "skipped", "seconds", "")
+COUNTS: Final = ("passed", "failed", "errors", "skipped")
+_PROBE: Final = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 _MOST_S: Final = 3600
 _ASK: Final = "import platform, torch; print(torch.__version__, platform.python_version())"
 
@@ -48,76 +47,75 @@ class Failed(Exception):
     """A pair could not be tried."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one pair gave."""
-
-    torch: str
-    python: str
-    passed: int = 0
-    failed: int = 0
-    errors: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    why: str = ""
-
-    @property
-    def is_good(self) -> bool:
-        return bool(self.passed) and not (self.failed or self.errors or self.why)
-
-    def cells(self) -> list[str]:
-        counts = [str(n) for n in (self.passed, self.failed, self.errors, self.skipped)]
-        return [self.torch, self.python, *counts, f"{self.seconds:.0f}", self.why]
-
-
 def main() -> int:
     """Try each pair, print the table, and return the exit status."""
     options = _arguments()
-    rows = []
+    rows, is_good = [["torch", "python", *COUNTS, "seconds", ""]], True
     for pair in options.pairs:
         torch, _, python = pair.partition(":")
         try:
             row = _try(torch, python, options.arguments)
-        except (Failed, interpreters.NotFound) as error:
+        except Failed as error:
             _say(str(error))
-            row = Row(torch, python, why=str(error).partition("\n")[0])
+            row = [torch, python, *"0000", "0", str(error).partition("\n")[0]]
         if options.remove:
             shutil.rmtree(_environment(torch, python), ignore_errors=True)
+        is_good &= int(row[2]) > 0 and row[3:5] == ["0", "0"] and not row[-1]
         rows.append(row)
-    _print_table(rows)
-    return 0 if all(row.is_good for row in rows) else 1
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for row in rows:
+        print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+    return int(not is_good)
 
 
 def _arguments() -> argparse.Namespace:
-    before, _, after = " ".join(map(shlex.quote, sys.argv[1:])).partition(" -- ")
-    parser = argparse.ArgumentParser(
-        prog="tests/versions", description=(__doc__ or "").partition("\n")[0]
-    )
+    given = sys.argv[1:]
+    at = given.index("--") if "--" in given else len(given)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pairs", nargs="*", metavar="TORCH:PYTHON")
-    parser.add_argument(
-        "--remove", action="store_true", help="remove each environment after its tests"
-    )
-    options = parser.parse_args(shlex.split(before))
+    parser.add_argument("--remove", action="store_true", help="remove each environment at its end")
+    options = parser.parse_args(given[:at])
     options.pairs = options.pairs or os.environ.get("PAIRS", "").split() or PAIRS.split()
-    options.arguments = shlex.split(after)
+    options.arguments = given[at + 1 :]
     for pair in options.pairs:
         if not re.fullmatch(r"(oldest|newest|\d[\w.+]*):\d+\.\d+", pair):
             parser.error(f"{pair!r} is no pair: write it as 2.6.0:3.11, oldest:3.11 or newest:3.13")
     return options
 
 
-def _try(torch: str, python: str, arguments: list[str]) -> Row:
-    """Install one pair and run the tests there."""
+def _try(torch: str, python: str, arguments: list[str]) -> list[str]:
+    """Install one pair, run the tests there, and return its row of the table."""
     began = time.monotonic()
-    folder = _install(torch, interpreters.find(python), _environment(torch, python))
-    found = subprocess.run(
-        [folder / "bin/python", "-c", _ASK], capture_output=True, text=True, check=False, cwd=FOLDER
-    )
+    folder = _install(torch, _interpreter(python), _environment(torch, python))
+    asked = [folder / "bin/python", "-c", _ASK]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=FOLDER)
     if found.returncode:
         raise Failed(f"torch cannot be imported: {found.stderr.strip().rpartition(chr(10))[2]}")
-    torch, python = found.stdout.split()
-    _say(f"torch {torch}, Python {python}: installed in {time.monotonic() - began:.0f} s")
-    return _test(folder, torch, python, arguments)
+    _say(f"{found.stdout.strip()}: installed in {time.monotonic() - began:.0f} s")
+    return [*found.stdout.split(), *_test(folder, arguments)]
+
+
+def _interpreter(version: str) -> Path:
+    """Return the first Python of ``version`` ("3.13") that starts and can make environments."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    found = [Path(folder, f"python{version}") for folder in os.get_exec_path()]
+    found += [home / "bin" / "python" for home in sorted(pyenv.glob(f"versions/{version}*"))]
+    tried = ""
+    for path in dict.fromkeys([*found, Path(sys.executable)]):
+        if os.access(path, os.X_OK):
+            done = subprocess.run([path, "-c", _PROBE], capture_output=True, text=True, check=False)
+            if done.stdout.strip() == version:
+                return path
+            # Such as pyenv's shims of versions that are not chosen.
+            error = done.stderr.strip().rpartition("\n")[2] or f"ends with {done.returncode}"
+            tried += (
+                f"\n  {path}: {error if done.returncode else f'is Python {done.stdout.strip()}'}"
+            )
+    raise Failed(
+        f"no Python {version} here: looked in PATH and among pyenv's versions{tried}\n"
+        f"  install one: pyenv install {version}, or the packages python{version} and python{version}-venv"
+    )
 
 
 def _environment(torch: str, python: str) -> Path:
@@ -134,16 +132,9 @@ def _install(torch: str, interpreter: Path, folder: Path) -> Path:
         torch = _oldest()
     what = ["--upgrade", "torch"] if torch == "newest" else [f"torch=={torch}"]
     _say(f"installing {what[-1]} with {interpreter} in {folder.relative_to(ROOT)}")
-    pip: list[str | Path] = [
-        folder / "bin/python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-cache-dir",
-    ]
+    pip = [folder / "bin/python", *["-m", "pip", "install", "--quiet", "--no-cache-dir"]]
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    tools: list[str | Path] = ["--constraint", _constraints(), "--editable", ROOT, *_TOOLS]
+    tools = ["--constraint", _constraints(), "--editable", ROOT, *_TOOLS]
     _call([*pip, *extra, *what, *tools], f"pip could not install {what[-1]}")
     ready.touch()
     return folder
@@ -165,43 +156,31 @@ def _constraints() -> Path:
     return path
 
 
-def _call(command: list[str | Path], failure: str) -> None:
+def _call(command: Sequence[str | Path], failure: str) -> None:
     if status := subprocess.run(command, check=False, cwd=ROOT).returncode:
         raise Failed(f"{failure}: see above (status {status})")
 
 
-def _test(folder: Path, torch: str, python: str, arguments: list[str]) -> Row:
+def _test(folder: Path, arguments: list[str]) -> list[str]:
+    """Return how many tests passed, failed, had an error and were skipped, the seconds, and what else failed."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
-    command: list[str | Path] = [
-        folder / "bin/python", "-m", "pytest", "--quiet", "-p", "no:cacheprovider",
-        f"--junit-xml={report}", *(f"tests/unit/test_{name}.py" for name in TESTED), "tests/conformance", *arguments,
-    ]  # fmt: skip
+    files = [f"tests/unit/test_{name}.py" for name in TESTED]
+    pytest = [folder / "bin/python", *["-m", "pytest", "--quiet", "-p", "no:cacheprovider"]]
+    command = [*pytest, f"--junit-xml={report}", *files, "tests/conformance", *arguments]
     began = time.monotonic()
-    why = ""
     try:
         status = subprocess.run(command, check=False, cwd=ROOT, timeout=_MOST_S).returncode
         why = "" if status in (0, 1) else f"pytest ended with {status}"
     except subprocess.TimeoutExpired:
         why = f"not done after {_MOST_S} s"
-    seconds = time.monotonic() - began
-    counts = _counts(report) if report.is_file() else (0, 0, 0, 0)
-    return Row(torch, python, *counts, seconds=seconds, why=why)
-
-
-def _counts(report: Path) -> tuple[int, int, int, int]:
-    """Return how many tests passed, failed, had an error and were skipped."""
-    suite = ElementTree.parse(report).getroot()[0].attrib
-    failed, errors, skipped = (int(suite[name]) for name in ("failures", "errors", "skipped"))
-    return int(suite["tests"]) - failed - errors - skipped, failed, errors, skipped
-
-
-def _print_table(rows: list[Row]) -> None:
-    table = [list(_COLUMNS), *(row.cells() for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    print()
-    for line in table:
-        print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
+    counts = [0, 0, 0]
+    passed = 0
+    if report.is_file():
+        suite = ElementTree.parse(report).getroot()[0].attrib
+        counts = [int(suite[name]) for name in ("failures", "errors", "skipped")]
+        passed = int(suite["tests"]) - sum(counts)
+    return [*map(str, (passed, *counts)), f"{time.monotonic() - began:.0f}", why]
 
 
 def _say(text: str) -> None:

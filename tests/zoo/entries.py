@@ -98,11 +98,6 @@ def twin(model: nn.Module, case: Case) -> nn.Module:
     return case.build(0) if is_small(model) else copy.deepcopy(model)
 
 
-def every_case() -> list[Case]:
-    """Return all cases: torch's modules, a pair of each kind of them, and torchvision's models."""
-    return [*module_cases(), *pair_cases(), *vision_cases()]
-
-
 def module_cases() -> list[Case]:
     """Return a case for each module of torch's tests and each set of constructor arguments."""
     return [

@@ -4,11 +4,11 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from entries import Case, is_small, make_ready, twin
-from model_differences import differences
-from outputs import output_of, unlike_outputs
+from model_differences import differences, outcome, output_differences
 from safetensors.torch import save_model
 from torch import nn
 
@@ -77,13 +77,21 @@ def try_loader(case: Case, files: dict[str, Path]) -> list[Outcome]:
                     if wanted is None:
                         wanted = output_of(make_ready(copy.deepcopy(right)), copy.deepcopy(inputs))
                     got = output_of(make_ready(model), copy.deepcopy(inputs))
-                    found = [said] if (said := unlike_outputs(got, wanted)) else []
+                    found = output_differences(got, wanted, exact=True)
             except Exception as error:
                 outcomes.append(failed(what, error))
                 continue
             outcomes.append(Outcome(what, "DIFFERENT" if found else "ok", "; ".join(found[:2])))
             del model
     return outcomes
+
+
+def output_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """Return the output of one forward pass in evaluation mode, or the type of the error it raised."""
+    args, kwargs = inputs
+    torch.manual_seed(7)
+    with torch.no_grad():
+        return outcome(lambda: model.eval()(*args, **kwargs))  # the reference must raise the same
 
 
 def _ways(files: dict[str, Path], small: bool) -> Iterator[tuple[str, bool, torch.dtype | None]]:

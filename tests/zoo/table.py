@@ -1,6 +1,5 @@
 """Write the zoo's results as a page: counts, and the loads that are not equal or ok."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -8,14 +7,6 @@ from judged import strategies
 from loads import Outcome
 from running import Tried
 
-MODELS_SHOWN = TRIES_SHOWN = 2
-"""In a row of a table."""
-LONGEST = 90
-"""Characters of a message in a row, unless the load is bad."""
-FORMATS = re.compile(
-    r"model\.(?:pth?|safetensors)(?=:)|(?:dcp|per_module|per_param|sharded|sharded_pt)(?=:)|(?<=which format )\w+"
-)
-"""What differs between a message's formats: such messages share one row."""
 BAD = frozenset({"DIFFERENT", "CRASHED", "MISJUDGED"})
 FAULTS = ("wrong byte", "lost buffer", "broken tie")
 """The planted faults, with which the names of tries end."""
@@ -86,40 +77,16 @@ def _strategy_counts(tried: Sequence[Tried]) -> str:
 
 def _rows(tried: Sequence[Tried], field: str) -> str:
     """Return a table of the tries that are not ok: one row for each outcome and message."""
-    rows: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
-    for each in tried:
-        for one in getattr(each, field):
-            if one.kind != "ok":
-                detail = _plain(one.detail, len(one.detail) if one.kind in BAD else LONGEST)
-                whats, labels = rows.setdefault((one.kind, detail), ({}, {}))
-                whats[one.what.partition(",")[0]] = labels[_base(each.case.label)] = None
+    rows = Counter(
+        (one.kind, one.detail.replace("|", "\\|").replace("<", "&lt;"))
+        for each in tried
+        for one in getattr(each, field)
+        if one.kind != "ok"
+    )
     if not rows:
         return "None.\n"
-    lines = ["| outcome | message | tries | models |", "| --- | --- | --- | --- |"]
-    for (kind, detail), (tries, named) in sorted(rows.items()):
-        models = _some(_names(named), MODELS_SHOWN)
-        lines.append(f"| {kind} | {detail or '-'} | {_some(list(tries), TRIES_SHOWN)} | {models} |")
+    lines = ["| outcome | message | tries |", "| --- | --- | ---: |"]
+    lines += [
+        f"| {kind} | {detail or '-'} | {rows[kind, detail]} |" for kind, detail in sorted(rows)
+    ]
     return "\n".join([*lines, ""])
-
-
-def _plain(detail: str, longest: int) -> str:
-    """Return a message's begin for a Markdown table, without names of folders and formats."""
-    words = (w.rpartition("/")[2] if "weighin-zoo-" in w else w for w in detail.split())
-    text = FORMATS.sub("FORMAT", " ".join(words))
-    text = text if len(text) <= longest else f"{text[:longest]}..."
-    return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def _base(label: str) -> str:
-    return label.removeprefix("pair of ")
-
-
-def _some(names: Sequence[str], shown: int) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
-
-
-def _names(labels: Iterable[str]) -> list[str]:
-    """Return model names; labels that differ only in a number become one name with a count."""
-    names = Counter(label.partition("[")[0] for label in labels)
-    return [f"{name} ({count})" if count > 1 else name for name, count in names.items()]
