@@ -120,13 +120,9 @@ DYING = (
     Dying("double_load.py", 560 * MIB, Cause.TWO_COPIES, ("float32",)),
     Dying("dtype_conversion.py", 440 * MIB, Cause.DTYPE, ("bfloat16",)),
     Dying("tokenizer_cache.py", 300 * MIB, Cause.GROWTH),
-    Dying(
-        "large_child.py", 300 * MIB, Cause.CHILD, parts=("parts/worker.py",), also=(Cause.GROWTH,)
-    ),
+    Dying("large_child.py", 300 * MIB, Cause.CHILD, parts=("parts/worker.py",), also=(Cause.GROWTH,)),
     Dying("shared_files.py", 300 * MIB, Cause.SHARED, ("shm",)),
-    Dying(
-        "outer_limit.py", 700 * MIB, Cause.OUTER_LIMIT, around_bytes=300 * MIB, also=(Cause.GROWTH,)
-    ),
+    Dying("outer_limit.py", 700 * MIB, Cause.OUTER_LIMIT, around_bytes=300 * MIB, also=(Cause.GROWTH,)),
     Dying("heavy_import.py", 300 * MIB, Cause.IMPORT, parts=("parts/lookup_tables.py",)),
     Dying("copied_by_workers.py", 300 * MIB, Cause.COPY_ON_WRITE),
     Dying("page_cache_only.py", 300 * MIB, Cause.PAGE_CACHE, ("file",), cold=True),
@@ -139,17 +135,11 @@ DYING = (
     Dying("json_rows.py", 250 * MIB, Cause.READ, ("json",), also=(Cause.GROWTH,)),
     Dying("loader_workers.py", 300 * MIB, Cause.COPY_ON_WRITE),
     Dying("two_ranks.py", 250 * MIB, Cause.GROWTH, also=(Cause.CHILD,)),
-    Dying(
-        "server_and_indexer.py",
-        380 * MIB,
-        Cause.GROWTH,
-        parts=("parts/indexer.py",),
-        also=(Cause.CHILD,),
-    ),
+    Dying("server_and_indexer.py", 380 * MIB, Cause.GROWTH, parts=("parts/indexer.py",), also=(Cause.CHILD,)),
     Dying("optimizer_step.py", 400 * MIB, Cause.NONE),
     Dying("report_at_exit.py", 250 * MIB, Cause.GROWTH),
     Dying("kept_outputs.py", 300 * MIB, Cause.GROWTH),
-)
+)  # fmt: skip
 """All scripts. Without a limit each of them ends well, with at most 1 GiB."""
 
 

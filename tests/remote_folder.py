@@ -49,11 +49,8 @@ CONFIG: dict[str, Any] = {
     "model_type": "weighin-tiny",
     "width": 16,
     "dtype": "float32",
-    "auto_map": {
-        "AutoConfig": "configuration_tiny.TinyConfig",
-        "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM",
-    },
-}
+    "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"},
+}  # fmt: skip
 
 
 def write_folder(folder: Path, **changes: Any) -> Path:

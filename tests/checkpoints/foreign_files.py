@@ -168,17 +168,12 @@ def _save_legacy(file: Path) -> None:
 
 _FILES: Final[dict[str, tuple[Maker, str]]] = {
     "a TorchScript program": (
-        _script,
-        r"a TorchScript program, not only weights\n.*write its weights: python -c .*torch.jit.load",
+        _script, r"a TorchScript program, not only weights\n.*write its weights: python -c .*torch.jit.load",
     ),
     "an exported program (.pt2)": (
-        _exported,
-        r"an exported program \(torch.export\), not only weights\n.*write its weights: python -c",
+        _exported, r"an exported program \(torch.export\), not only weights\n.*write its weights: python -c",
     ),
-    "a whole pickled module": (
-        _module,
-        r"a whole pickled module .* was NOT executed\n.*torch.save\(model.state_dict",
-    ),
+    "a whole pickled module": (_module, r"a whole pickled module .* was NOT executed\n.*torch.save\(model.state_dict"),
     "the tar format of torch 0.1": (_torch_0_1, r"in the tar format of torch 0.1\n.*save it again"),
     "a pickle of pickle.dump": (
         _bytes("model.pkl", pickle.dumps({"weight": [1.0, 2.0]})),
@@ -188,26 +183,14 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         _packed("model.zip", lambda saved: _zipped("model.pt", saved)),
         r"a zip archive of other files: model.pt\nunpack it, and give the checkpoint in it: unzip ",
     ),
-    "a checkpoint that a zip program compressed": (
-        _repacked,
-        r"is compressed\nsave it again: python -c .*torch.load",
-    ),
-    "a checkpoint in a tar archive": (
-        _in_tar,
-        r"a tar archive\nunpack it, and give the checkpoint in it: tar xf ",
-    ),
+    "a checkpoint that a zip program compressed": (_repacked, r"is compressed\nsave it again: python -c .*torch.load"),
+    "a checkpoint in a tar archive": (_in_tar, r"a tar archive\nunpack it, and give the checkpoint in it: tar xf "),
     "a checkpoint in gzip": (
         _packed("model.pt.gz", gzip.compress),
         r"compressed with gzip\nunpack it: gzip -dc \S+model.pt.gz > \S+model.pt$",
     ),
-    "a checkpoint in bzip2": (
-        _packed("model.pt.bz2", bz2.compress),
-        r"compressed with bzip2\nunpack it: bzip2 -dc ",
-    ),
-    "a checkpoint in xz": (
-        _packed("model.pt.xz", lzma.compress),
-        r"compressed with xz\nunpack it: xz -dc ",
-    ),
+    "a checkpoint in bzip2": (_packed("model.pt.bz2", bz2.compress), r"compressed with bzip2\nunpack it: bzip2 -dc "),
+    "a checkpoint in xz": (_packed("model.pt.xz", lzma.compress), r"compressed with xz\nunpack it: xz -dc "),
     "a checkpoint in zstd": (
         _bytes("model.pt.zst", b"\x28\xb5\x2f\xfd" + bytes(range(60))),
         r"compressed with zstd\nunpack it: zstd -dc ",
@@ -220,10 +203,7 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         _bytes("model.pt.age", b"age-encryption.org/v1\n-> X25519 " + bytes(range(128, 200))),
         r"encrypted with age\ndecrypt it: age -d -o ",
     ),
-    "arrays of NumPy (.npz)": (
-        _arrays,
-        r"arrays of NumPy \(.npz\)\nwrite them as tensors: python -c .*numpy.load",
-    ),
+    "arrays of NumPy (.npz)": (_arrays, r"arrays of NumPy \(.npz\)\nwrite them as tensors: python -c .*numpy.load"),
     "one array of NumPy (.npy)": (_array, r"one NumPy array .*\nname it: torch.save"),
     "HDF5, as of Keras": (
         _bytes("model.h5", b"\x89HDF\r\n\x1a\n" + bytes(range(60))),
@@ -239,9 +219,7 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
     ),
     "a checkpoint of TensorFlow": (_of_tensorflow, rf"a TensorFlow checkpoint .*{_INTO_TORCH}"),
     "msgpack, as of flax": (
-        _bytes(
-            "model.msgpack", b"\x81\xa6params\x81\xa5Dense\x81\xa6kernel\xc7\x10\x01" + bytes(16)
-        ),
+        _bytes("model.msgpack", b"\x81\xa6params\x81\xa5Dense\x81\xa6kernel\xc7\x10\x01" + bytes(16)),
         rf"a msgpack file, as flax writes them{_INTO_TORCH}",
     ),
     "an ONNX model": (
@@ -249,8 +227,7 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         rf"an ONNX model{_COMPILED}",
     ),
     "a TensorFlow Lite model": (
-        _bytes("model.tflite", b"\x1c\0\0\0TFL3" + bytes(range(60))),
-        rf"a TensorFlow Lite model{_COMPILED}",
+        _bytes("model.tflite", b"\x1c\0\0\0TFL3" + bytes(range(60))), rf"a TensorFlow Lite model{_COMPILED}",
     ),
     "a GGML file from before GGUF": (
         _bytes("model.bin", b"tjgg\3\0\0\0" + bytes(range(60))),
@@ -273,8 +250,7 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         r"a text file, not a checkpoint; it begins with 'Entry not found'\n.*an answer of a web server",
     ),
     "a web page in place of the file": (
-        _bytes("model.safetensors", _PAGE),
-        r"an HTML page, not a checkpoint\ndownload the checkpoint again",
+        _bytes("model.safetensors", _PAGE), r"an HTML page, not a checkpoint\ndownload the checkpoint again",
     ),
     "a pointer of git-lfs": (
         _bytes("model.safetensors", _POINTER),
@@ -294,18 +270,16 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         rf"truncated: the zip archive has no end record{_COPY_AGAIN}",
     ),
     "a file of torch.save before 1.6 that ends early": (
-        _cut(_save_legacy, ".pt", 100),
-        rf"truncated: storage .* ends at byte .*{_COPY_AGAIN}",
+        _cut(_save_legacy, ".pt", 100), rf"truncated: storage .* ends at byte .*{_COPY_AGAIN}",
     ),
     "a file of safetensors that ends early": (
-        _cut(_save_safetensors, ".safetensors", 100),
-        rf"truncated: tensor .* ends at byte .*{_COPY_AGAIN}",
+        _cut(_save_safetensors, ".safetensors", 100), rf"truncated: tensor .* ends at byte .*{_COPY_AGAIN}",
     ),
     "a file of safetensors that ends in its header": (
         _cut(_save_safetensors, ".safetensors", 4 * (16 * 8 + 2 * 32 * 8 + 32) + 50),
         rf"truncated: the header ends at byte .*{_COPY_AGAIN}",
     ),
-}
+}  # fmt: skip
 
 
 def _zipped(name: str, content: bytes) -> bytes:
@@ -323,9 +297,7 @@ def _write(path: Path, content: bytes) -> Path:
 LAYOUTS: Final = [
     *(Layout(name, GROUP, make, refused(words)) for name, (make, words) in _FILES.items()),
     Layout(
-        "a folder whose config.json is a web page",
-        GROUP,
-        _folder(config_json=_PAGE),
+        "a folder whose config.json is a web page", GROUP, _folder(config_json=_PAGE),
         refused(r"config.json: an HTML page, not a checkpoint\ndownload the checkpoint again"),
     ),
-]
+]  # fmt: skip

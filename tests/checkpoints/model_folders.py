@@ -165,18 +165,8 @@ _RIGHT: Final[dict[str, Callable[[Path], Made]]] = {
 
 LAYOUTS: Final = [
     *(Layout(name, GROUP, make) for name, make in _RIGHT.items()),
-    Layout(
-        "weights of the model without its head",
-        GROUP,
-        _base_model_only,
-        refused("lm_head", all_but("inspect")),
-    ),
-    Layout(
-        "another vocabulary than the config's",
-        GROUP,
-        _wrong_shape,
-        refused("another shape", all_but("inspect")),
-    ),
+    Layout("weights of the model without its head", GROUP, _base_model_only, refused("lm_head", all_but("inspect"))),
+    Layout("another vocabulary than the config's", GROUP, _wrong_shape, refused("another shape", all_but("inspect"))),
     Layout("config.json without weights", GROUP, _only_config, refused("no weights")),
     *(
         Layout(
@@ -187,10 +177,5 @@ LAYOUTS: Final = [
         )
         for spelling in ("auto", "torch.float16")
     ),
-    Layout(
-        "float64",
-        GROUP,
-        _float64,
-        refused("float64", ("streaming", "transformers", "baseline", "predict", "recommend")),
-    ),
-]
+    Layout("float64", GROUP, _float64, refused("float64", ("streaming", "transformers", "baseline", "predict", "recommend"))),
+]  # fmt: skip

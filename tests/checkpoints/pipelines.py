@@ -207,39 +207,19 @@ _RIGHT: Final[dict[str, Callable[[Path], Made]]] = {
 
 LAYOUTS: Final = [
     *(Layout(name, GROUP, make, NO_FOLDER, packages=PACKAGES) for name, make in _RIGHT.items()),
-    Layout(
-        "the text encoder of a pipeline",
-        GROUP,
-        _part_of_a_pipeline("text_encoder"),
-        packages=PACKAGES,
-    ),
+    Layout("the text encoder of a pipeline", GROUP, _part_of_a_pipeline("text_encoder"), packages=PACKAGES),
     Layout("a class of transformers in diffusers", GROUP, _safety_checker, packages=PACKAGES),
     Layout(
-        "a whole pipeline",
-        GROUP,
-        _pipeline,
-        refused(r"a diffusers pipeline of 3 models: unet .*.*largest.*: .*unet"),
-        packages=PACKAGES,
+        "a whole pipeline", GROUP, _pipeline,
+        refused(r"a diffusers pipeline of 3 models: unet .*.*largest.*: .*unet"), packages=PACKAGES,
     ),
     Layout(
-        "a weight that diffusers would leave without values",
-        GROUP,
-        _missing_key,
-        refused("conv_in.weight", all_but("inspect")),
-        packages=PACKAGES,
+        "a weight that diffusers would leave without values", GROUP, _missing_key,
+        refused("conv_in.weight", all_but("inspect")), packages=PACKAGES,
     ),
     Layout(
-        "a class that diffusers does not have",
-        GROUP,
-        _unknown_class,
-        refused("has no model class 'UNetOfTomorrow'", all_but("inspect")),
-        packages=PACKAGES,
+        "a class that diffusers does not have", GROUP, _unknown_class,
+        refused("has no model class 'UNetOfTomorrow'", all_but("inspect")), packages=PACKAGES,
     ),
-    Layout(
-        "a quantised part",
-        GROUP,
-        _quantised,
-        refused("quantised by torchao", all_but("inspect")),
-        packages=PACKAGES,
-    ),
-]
+    Layout("a quantised part", GROUP, _quantised, refused("quantised by torchao", all_but("inspect")), packages=PACKAGES),
+]  # fmt: skip

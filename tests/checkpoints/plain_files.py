@@ -130,14 +130,6 @@ _PLAIN: Final[dict[str, Callable[[Path], Made]]] = {
 
 LAYOUTS: Final = [
     *(Layout(name, GROUP, make, NO_FOLDER) for name, make in _PLAIN.items()),
-    Layout(
-        "names that begin with module.", GROUP, _prefixed, NO_FOLDER, {"strip_prefix": "module."}
-    ),
-    Layout(
-        "a training checkpoint of plain values",
-        GROUP,
-        _in_a_training_checkpoint,
-        NO_FOLDER,
-        {"key": "model"},
-    ),
-]
+    Layout("names that begin with module.", GROUP, _prefixed, NO_FOLDER, {"strip_prefix": "module."}),
+    Layout("a training checkpoint of plain values", GROUP, _in_a_training_checkpoint, NO_FOLDER, {"key": "model"}),
+]  # fmt: skip

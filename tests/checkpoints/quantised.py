@@ -109,23 +109,17 @@ def _has(package: str) -> bool:
 LAYOUTS: Final = [
     *map(_layout, FOLDERS),
     Layout(
-        "a file of fp8 codes without its folder",
-        GROUP,
-        _alone,
+        "a file of fp8 codes without its folder", GROUP, _alone,
         refused("codes that mean something only with .* no config.json", all_but("inspect", "load", "convert")),
         notes={"convert": ""},
     ),
     Layout(
-        "quantization_config of gptq, and weights that are no codes",
-        GROUP,
-        _leftover_configuration,
+        "quantization_config of gptq, and weights that are no codes", GROUP, _leftover_configuration,
         refused(r"quantised with gptq \(4 bits\)|needs optimum", all_but("inspect")),
     ),
     Layout("quantization_config of a method that transformers leaves alone", GROUP, _other_configuration),
     Layout(
-        "adapter_config.json beside a model",
-        _ADAPTERS,
-        _adapter,
+        "adapter_config.json beside a model", _ADAPTERS, _adapter,
         refused("peft is installed here", all_but("inspect")) if _has("peft") else {},
         notes={"inspect": "", "predict": "lies beside the model", "recommend": "lies beside the model"},
     ),

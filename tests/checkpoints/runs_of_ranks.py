@@ -136,43 +136,25 @@ _REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
         r"missing: zero_pp_rank_2_mp_rank_00_model_states\.pt\s*copy them here",
     ),
     "DeepSpeed ZeRO 2 without optimizer states": (
-        _no_optimizer,
-        r"has no files \*_optim_states\.pt, where DeepSpeed[\s\S]*--key module",
+        _no_optimizer, r"has no files \*_optim_states\.pt, where DeepSpeed[\s\S]*--key module",
     ),
-    "DeepSpeed, tensor parallelism": (
-        _beside("mp_rank_01_model_states.pt"),
-        r"tensor parallelism[\s\S]*ds_to_universal",
-    ),
+    "DeepSpeed, tensor parallelism": (_beside("mp_rank_01_model_states.pt"), r"tensor parallelism[\s\S]*ds_to_universal"),
     "DeepSpeed, pipeline parallelism": (
-        _beside("layer_00-model_00-model_states.pt"),
-        r"pipeline parallelism[\s\S]*ds_to_universal",
+        _beside("layer_00-model_00-model_states.pt"), r"pipeline parallelism[\s\S]*ds_to_universal",
     ),
     "DeepSpeed, expert parallelism": (
         _beside("layer_0_expert_1_mp_rank_00_model_states.pt"),
         r"expert parallelism[\s\S]*save the experts of all ranks",
     ),
     "a run whose newest step is missing": (
-        _no_step,
-        r"latest names the step global_step20, which is not here\s*copy that folder",
+        _no_step, r"latest names the step global_step20, which is not here\s*copy that folder",
     ),
-    "Megatron-LM, one rank": (
-        _megatron(1),
-        r"tools/checkpoint/convert\.py[\s\S]*mp_rank_00/model_optim_rng\.pt\s+--key\s+model",
-    ),
-    "Megatron-LM, two tensor-parallel ranks": (
-        _megatron(2),
-        r"mp_rank_00, mp_rank_01[\s\S]*tools/checkpoint/convert\.py",
-    ),
-}
+    "Megatron-LM, one rank": (_megatron(1), r"tools/checkpoint/convert\.py[\s\S]*mp_rank_00/model_optim_rng\.pt\s+--key\s+model"),
+    "Megatron-LM, two tensor-parallel ranks": (_megatron(2), r"mp_rank_00, mp_rank_01[\s\S]*tools/checkpoint/convert\.py"),
+}  # fmt: skip
 
 LAYOUTS: Final = [
-    Layout(
-        "DeepSpeed ZeRO 3, names that begin with module.",
-        GROUP,
-        _prefixed,
-        NO_FOLDER,
-        {"strip_prefix": "module."},
-    ),
+    Layout("DeepSpeed ZeRO 3, names that begin with module.", GROUP, _prefixed, NO_FOLDER, {"strip_prefix": "module."}),
     *(Layout(name, GROUP, make, NO_FOLDER) for name, make in _READ.items()),
     *(Layout(name, GROUP, make, refused(words)) for name, (make, words) in _REFUSED.items()),
-]
+]  # fmt: skip

@@ -100,14 +100,11 @@ def test_a_large_row_and_many_rows_are_read_in_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("write_small", "write_large"),
     [
-        (
-            gguf_files._folder("Q8_0"),
-            gguf_files._folder("Q8_0", hidden_size=512, intermediate_size=2048, vocab_size=32768),
-        ),
+        (gguf_files._folder("Q8_0"), gguf_files._folder("Q8_0", hidden_size=512, intermediate_size=2048, vocab_size=32768)),
         (gguf_files._gpt2, partial(gguf_files._gpt2, n_embd=2048, n_layer=1)),
     ],
     ids=["llama", "gpt2, whose matrices are turned"],
-)
+)  # fmt: skip
 def test_the_peak_is_the_model_and_little_more(
     write_small: Callable[[Path], Any], write_large: Callable[[Path], Any], tmp_path: Path
 ) -> None:

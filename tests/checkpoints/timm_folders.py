@@ -61,17 +61,11 @@ _RIGHT: Final[dict[str, Callable[[Path], Made]]] = {
 LAYOUTS: Final = [
     *(Layout(name, GROUP, make, NO_FOLDER, packages=PACKAGES) for name, make in _RIGHT.items()),
     Layout(
-        "another number of classes than in the file",
-        GROUP,
-        _another_number_of_classes,
-        refused("has no values for fc.bias, fc.weight", all_but("inspect")),
-        packages=PACKAGES,
+        "another number of classes than in the file", GROUP, _another_number_of_classes,
+        refused("has no values for fc.bias, fc.weight", all_but("inspect")), packages=PACKAGES,
     ),
     Layout(
-        "an architecture that timm does not have",
-        GROUP,
-        _unknown,
-        refused("has no model 'resnet_of_tomorrow'", all_but("inspect")),
-        packages=PACKAGES,
+        "an architecture that timm does not have", GROUP, _unknown,
+        refused("has no model 'resnet_of_tomorrow'", all_but("inspect")), packages=PACKAGES,
     ),
-]
+]  # fmt: skip

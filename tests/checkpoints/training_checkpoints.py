@@ -211,11 +211,7 @@ LAYOUTS: Final = [
         _beside(_lightning, _use_new_zipfile_serialization=False),
         "state_dict",
     ),
-    *_with_key(
-        "a training checkpoint in pickle protocol 4",
-        _beside(_lightning, pickle_protocol=4),
-        "state_dict",
-    ),
+    *_with_key("a training checkpoint in pickle protocol 4", _beside(_lightning, pickle_protocol=4), "state_dict"),
     *_with_key("Megatron-Core, torch_dist", _torch_dist, "model", "decoder."),
     Layout("a state dict with an extra state", GROUP, _extra_state, NO_FOLDER),
     Layout(
@@ -235,12 +231,7 @@ LAYOUTS: Final = [
         "model states of ZeRO-3", GROUP, _zero_3,
         refused(r"all tensors are empty: ZeRO-3 keeps the weights in \*_optim_states\.pt\n.*the folder"),
     ),
-    Layout(
-        "empty tensors",
-        GROUP,
-        _empty,
-        refused("all tensors have 0 elements.*\n.*gather", all_but("load")),
-    ),
+    Layout("empty tensors", GROUP, _empty, refused("all tensors have 0 elements.*\n.*gather", all_but("load"))),
     Layout("a slice of a large storage", GROUP, _slice, NO_FOLDER),
     Layout("three slices of one storage", GROUP, _slices_of_one, NO_FOLDER),
     Layout("an expanded tensor", GROUP, _expanded, NO_FOLDER),

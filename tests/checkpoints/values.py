@@ -181,49 +181,22 @@ _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
         _six_bits,
         r"'F6_E2M3'; torch does not have this dtype\nwith the program that wrote the file, convert the tensor",
     ),
-    "a quantised tensor (qint8) beside plain ones": (
-        _saved(_quantised),
-        rf"tensor of torch.qint8; {_PLAIN}.*dequantize",
-    ),
-    "a tensor quantised by channel (quint8)": (
-        _saved(_quantised_by_channel),
-        rf"tensor of torch.quint8; {_PLAIN}.*dequantize",
-    ),
+    "a quantised tensor (qint8) beside plain ones": (_saved(_quantised), rf"tensor of torch.qint8; {_PLAIN}.*dequantize"),
+    "a tensor quantised by channel (quint8)": (_saved(_quantised_by_channel), rf"tensor of torch.quint8; {_PLAIN}.*dequantize"),
     "a model after dynamic quantisation": (
         _saved(_quantised_model),
         rf"_packed_params.0' is a tensor of torch.qint8; {_PLAIN}.*dequantize",
     ),
     "a sparse tensor": (_saved(_sparse), rf"_rebuild_sparse_tensor; {_PLAIN}.*to_dense"),
     "a nested tensor": (_saved(_nested), rf"_rebuild_nested_tensor; {_PLAIN}.*unbind"),
-    "a tensor on the meta device": (
-        _saved(_on_meta),
-        rf"_rebuild_meta_tensor_no_storage; {_PLAIN}.*with values",
-    ),
-    "a tensor that is conjugated lazily": (
-        _saved(_conjugated),
-        rf"of conjugated or negated values; {_PLAIN}.*resolve_conj",
-    ),
-    "a lazy parameter without values": (
-        _saved(_lazy),
-        rf"UninitializedParameter; {_PLAIN}.*with values",
-    ),
-    "a dtype of bits (torch.bits8)": (
-        _saved(_bits),
-        rf"a tensor of torch.bits8; {_PLAIN}.*view\(torch.uint8\)",
-    ),
-    "a tensor of a subclass": (
-        _saved(_subclass),
-        rf"of \S*Weights; {_PLAIN}load it with the code that wrote it",
-    ),
-    "DTensors of one rank": (
-        _of_one_rank(_dtensor),
-        rf"of \S+DTensor; {_PLAIN}.*full_tensor",
-    ),
-    "ShardedTensors of one rank": (
-        _of_one_rank(_sharded_tensor),
-        rf"of \S+ShardedTensor; {_PLAIN}.*full_tensor",
-    ),
-}
+    "a tensor on the meta device": (_saved(_on_meta), rf"_rebuild_meta_tensor_no_storage; {_PLAIN}.*with values"),
+    "a tensor that is conjugated lazily": (_saved(_conjugated), rf"of conjugated or negated values; {_PLAIN}.*resolve_conj"),
+    "a lazy parameter without values": (_saved(_lazy), rf"UninitializedParameter; {_PLAIN}.*with values"),
+    "a dtype of bits (torch.bits8)": (_saved(_bits), rf"a tensor of torch.bits8; {_PLAIN}.*view\(torch.uint8\)"),
+    "a tensor of a subclass": (_saved(_subclass), rf"of \S*Weights; {_PLAIN}load it with the code that wrote it"),
+    "DTensors of one rank": (_of_one_rank(_dtensor), rf"of \S+DTensor; {_PLAIN}.*full_tensor"),
+    "ShardedTensors of one rank": (_of_one_rank(_sharded_tensor), rf"of \S+ShardedTensor; {_PLAIN}.*full_tensor"),
+}  # fmt: skip
 
 _NOT_MEASURED: Final = refused(
     r"torch.float4_e2m1fn_x2; torch can neither copy nor convert a tensor of this dtype\nits loads cannot be measured",
@@ -237,21 +210,15 @@ LAYOUTS: Final = [
     Layout("powers of two (F8_E8M0)", GROUP, _safetensors(_scales), NO_FOLDER),
     Layout("complex numbers in safetensors (C64)", GROUP, _safetensors(_complex64), NO_FOLDER),
     Layout(
-        "three dtypes of complex numbers",
-        GROUP,
-        _pt(_complex),
+        "three dtypes of complex numbers", GROUP, _pt(_complex),
         NO_FOLDER | {"convert": "safetensors has no dtype torch.complex32\n.*--format pt"},
     ),
-    Layout(
-        "pairs of 4-bit floats in safetensors (F4)", GROUP, _safetensors(_float4), _NOT_MEASURED
-    ),
+    Layout("pairs of 4-bit floats in safetensors (F4)", GROUP, _safetensors(_float4), _NOT_MEASURED),
     Layout("pairs of 4-bit floats in torch.save", GROUP, _pt(_float4), _NOT_MEASURED),
     *(Layout(name, GROUP, make, refused(words)) for name, (make, words) in _NOT_READ.items()),
     Layout(
-        "a model that torchao quantised",
-        GROUP,
-        _saved(_torchao),
+        "a model that torchao quantised", GROUP, _saved(_torchao),
         refused(rf"of torchao\.\S+; {_PLAIN}load it with the code that wrote it.*dequantize"),
         packages=("torchao",),
     ),
-]
+]  # fmt: skip

@@ -54,17 +54,13 @@ def _holds_more_than_tensors(state: State) -> bool:
 
 
 REFUSALS = (
-    Refusal(
-        r"the state dict is empty",
-        "a checkpoint without tensors is usually a mistake",
-        lambda state: not state,
-    ),
+    Refusal(r"the state dict is empty", "a checkpoint without tensors is usually a mistake", lambda state: not state),
     Refusal(
         r"not a flat state dict|holds more than tensors",
         "extra state that is not a tensor would need unpickling, which can execute code",
         _holds_more_than_tensors,
     ),
-)
+)  # fmt: skip
 
 REFUSED: Counter[str] = Counter()
 """The number of refused loads that torch does, by reason; "" counts the loads that were compared."""

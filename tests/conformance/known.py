@@ -102,9 +102,7 @@ KNOWN: dict[str, Case] = {
     "evaluation mode": _case(_NORM, APART, "evaluate"),
     "same module twice": _case("same module twice"),
     "checkpoint of another dtype": _case(_TWO, Checkpoint(dtype="bfloat16")),
-    "values pass through the model's dtype": _case(
-        "half precision", Checkpoint(dtype="float64"), dtype="float32"
-    ),
+    "values pass through the model's dtype": _case("half precision", Checkpoint(dtype="float64"), dtype="float32"),
     "integers for a floating-point weight": _case(_TWO, Checkpoint(damage="type")),
     "not a number and infinities": _case(_TWO, Checkpoint(specials=True)),
     "saved with gaps": _case(_TWO, Checkpoint(storage="gaps")),

@@ -58,10 +58,7 @@ STANDARD: dict[str, tuple[Build, Inputs | None]] = {
     "LSTM": (lambda n: nn.LSTM(n, 4, 2, bidirectional=True, proj_size=2), _steps),
     "GRU": (lambda n: nn.GRU(n, 2), _steps),
     "RNNCell": (lambda n: nn.RNNCell(n, 2), _rows()),
-    "MultiheadAttention": (
-        lambda n: nn.MultiheadAttention(4, 2, kdim=n, vdim=n, add_bias_kv=True),
-        None,
-    ),
+    "MultiheadAttention": (lambda n: nn.MultiheadAttention(4, 2, kdim=n, vdim=n, add_bias_kv=True), None),
     "TransformerEncoder": (_encoder, _tokens),
     "weight_norm": (lambda n: parametrizations.weight_norm(nn.Linear(n, 2)), _rows()),
     "weight_norm old": (lambda n: nn.utils.weight_norm(nn.Linear(n, 2)), _rows()),
@@ -70,17 +67,11 @@ STANDARD: dict[str, tuple[Build, Inputs | None]] = {
     "spectral_norm old": (lambda n: nn.utils.spectral_norm(nn.Linear(n, 2)), _rows()),
     "LazyLinear": (nn.LazyLinear, _rows(3)),
     "LazyBatchNorm1d": (lambda n: nn.LazyBatchNorm1d(), _rows()),
-    "ParameterList": (
-        lambda n: nn.ParameterList([nn.Parameter(torch.randn(n)), torch.ones(2)]),
-        None,
-    ),
-    "ParameterDict": (
-        lambda n: nn.ParameterDict({"a b": nn.Parameter(torch.randn(n, 2)), "key": torch.ones(1)}),
-        None,
-    ),
+    "ParameterList": (lambda n: nn.ParameterList([nn.Parameter(torch.randn(n)), torch.ones(2)]), None),
+    "ParameterDict": (lambda n: nn.ParameterDict({"a b": nn.Parameter(torch.randn(n, 2)), "key": torch.ones(1)}), None),
     "tied autoencoder": (_tied_autoencoder, _rows()),
     "same module twice": (lambda n: nn.ModuleList([nn.Linear(n, n)] * 2), None),
     "half precision": (lambda n: nn.Linear(n, 2).to(torch.bfloat16), _rows()),
     "double precision": (lambda n: nn.Linear(n, 2, dtype=torch.float64), _rows()),
     "evaluated": (lambda n: nn.Sequential(nn.BatchNorm1d(n), nn.Dropout()).eval(), _rows()),
-}
+}  # fmt: skip

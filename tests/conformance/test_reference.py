@@ -84,19 +84,13 @@ PLANTED: dict[str, tuple[Callable[[Model], object], str]] = {
     "same memory, other object": (_lost_object, "same object is shared no more"),
     "new tie": (_new_tie, "memory is shared now"),
     "lost buffer": (lambda model: model._buffers.pop("table"), "lost .*table"),
-    "buffer became persistent": (
-        lambda model: model._non_persistent_buffers_set.clear(),
-        "non-persistent",
-    ),
+    "buffer became persistent": (lambda model: model._non_persistent_buffers_set.clear(), "non-persistent"),
     "buffer became None": (lambda model: setattr(model, "table", None), "NoneType"),
     "other stride": (_other_stride, "stride is"),
     "requires_grad": (lambda model: model.first.bias.requires_grad_(False), "requires_grad is"),
     "dtype": (lambda model: model.to(torch.float64), "dtype is"),
     "meta device": (lambda model: setattr(model, "plain", torch.ones(2, device="meta")), "meta"),
-    "other class of parameter": (
-        lambda model: setattr(model, "row", nn.Parameter(model.row)),
-        "lost .*row",
-    ),
+    "other class of parameter": (lambda model: setattr(model, "row", nn.Parameter(model.row)), "lost .*row"),
     "lost gradient hook": (_lost_hook, "gradient of"),
     "lost attribute": (_lost_attribute, "attributes are"),
     "plain tensor": (lambda model: model.plain.add_(1), "plain: other values"),
@@ -105,7 +99,7 @@ PLANTED: dict[str, tuple[Callable[[Model], object], str]] = {
     "list holds another object": (_replaced_in_list, "same object is shared no more"),
     "training": (lambda model: model.first.eval(), "training is False"),
     "negative zero": (lambda model: model.table[0].neg_().abs_().neg_(), "other values"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -84,11 +84,9 @@ _PLAN: Final[dict[str, Damage]] = {
     "100,000 deep": partial(_put, "base/plan.json", _DEEP),
     "an integer of 6,000 digits": partial(_put, "base/plan.json", f'{{"schema":{_DIGITS}}}'),
     "a FIFO": partial(_fifo, "base/plan.json"),
-    "half of itself": lambda folder: (folder / "base/plan.json").write_text(
-        (folder / "base/plan.json").read_text()[:200]
-    ),
+    "half of itself": lambda folder: (folder / "base/plan.json").write_text((folder / "base/plan.json").read_text()[:200]),
     "a list": partial(_put, "base/plan.json", "[]"),
-}
+}  # fmt: skip
 
 FAULTS: Final = [
     *(

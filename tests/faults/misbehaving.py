@@ -118,14 +118,12 @@ FAULTS: Final = [
     *does("raises a BaseException", "class E(BaseException): pass\nraise E('base')", "strategy_failed", "base"),
     *does(
         "raises an error whose text raises",
-        "class E(Exception):\n    def __str__(self): raise ValueError('no text')\nraise E()",
-        "strategy_failed",
+        "class E(Exception):\n    def __str__(self): raise ValueError('no text')\nraise E()", "strategy_failed",
     ),
     *does(
         "raises an error with control characters",
         "raise RuntimeError('\\x1b[31mred\\x1b]0;t\\x07 \\x00 ::error::x\\n' + 'z' * 100000)",
-        "strategy_failed",
-        r"^RuntimeError: [^\x00-\x1f]*$",
+        "strategy_failed", r"^RuntimeError: [^\x00-\x1f]*$",
     ),
     *does("ends in a thread after the load", "model = rightly(job)\nthreading.Timer(0, os._exit, (0,)).start()\ntime.sleep(1)\nreturn model", "strategy_failed", "exit code 0"),
     *does("has no load", "X = 1\n", "", code="2", whole=True, says="load"),

@@ -41,20 +41,12 @@ ENDED = {
     "returns_a_state_dict": "load() returned a dict, not a torch.nn.Module",
 }
 SPOILED = {
-    "one_value_of_a_parameter": (
-        "1 tensor with other values than in the checkpoint: blocks.0.up.weight"
-    ),
+    "one_value_of_a_parameter": ("1 tensor with other values than in the checkpoint: blocks.0.up.weight"),
     "one_sign_of_zero": "1 tensor with other values than in the checkpoint: rotary.sin",
-    "one_value_of_a_persistent_buffer": (
-        "1 tensor with other values than in the checkpoint: trf_blocks.0.att.mask"
-    ),
-    "one_value_of_a_buffer_in_no_checkpoint": (
-        "1 tensor with other values than in the checkpoint: rotary.cos"
-    ),
+    "one_value_of_a_persistent_buffer": ("1 tensor with other values than in the checkpoint: trf_blocks.0.att.mask"),
+    "one_value_of_a_buffer_in_no_checkpoint": ("1 tensor with other values than in the checkpoint: rotary.cos"),
     "not_a_number": "1 tensor with other values than in the checkpoint: norm.weight",
-    "rows_swapped": (
-        "2 tensors with other values than in the checkpoint: embedding.weight, head.weight"
-    ),
+    "rows_swapped": ("2 tensors with other values than in the checkpoint: embedding.weight, head.weight"),
     "left_on_meta": (
         "12 tensors left on the meta device, without values: "
         "blocks.0.down.weight, blocks.0.norm1.weight, blocks.0.norm2.weight, ..."
@@ -67,7 +59,7 @@ SPOILED = {
         "17 tensors missing from the model: "
         "blocks.0.down.weight, blocks.0.norm1.weight, blocks.0.norm2.weight, ..."
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -84,22 +84,16 @@ def test_a_rank_that_is_killed_in_a_container_is_named(bench: Bench) -> None:
     ("how", "outcome", "message"),
     [
         pytest.param(
-            *("raises", "strategy_failed"),
-            "rank 1: ValueError: the shard is broken (rank_ends.py:20)",
+            *("raises", "strategy_failed"), "rank 1: ValueError: the shard is broken (rank_ends.py:20)",
             marks=pytest.mark.nightly,
         ),
+        ("exits as if all were well", "strategy_failed", "rank 1: the measured process ended with exit code 0 in phase 'bad'"),
         (
-            "exits as if all were well",
-            "strategy_failed",
-            "rank 1: the measured process ended with exit code 0 in phase 'bad'",
-        ),
-        (
-            "is wrong",
-            "wrong_weights",
+            "is wrong", "wrong_weights",
             "rank 1: 2 tensors with other values than in the checkpoint: embedding.weight, head.weight",
         ),
     ],
-)
+)  # fmt: skip
 def test_the_rank_that_failed_is_named(
     bench: Bench, process: Watched, how: str, outcome: str, message: str
 ) -> None:
