@@ -77,7 +77,7 @@ doctor: .venv/ready  ## Try out what this machine can limit and measure
 test: .venv/ready-dev  ## Run the unit tests, on all processors: minutes
 	$(BIN)/pytest $(TESTS) --numprocesses auto --dist worksteal $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
-test-all: test .venv-zoo/ready  ## Run all tests; REQUIRE=docker,cgroup,browser fails instead of skipping
+test-all: test  ## Run all tests but those of the night and of parts that have not changed; REQUIRE=docker,cgroup,browser fails instead of skipping
 	$(BIN)/pytest --ignore tests/unit --numprocesses auto --dist loadfile $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 conformance: .venv/ready-dev  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict

@@ -15,10 +15,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import known_commands
 import pytest
+import seldom
 from filelock import FileLock
 from fork_server import ForkServer
 from hypothesis import settings
@@ -55,6 +58,8 @@ LONGEST = (
     "test_checkpoints.py",
 )
 
+_UNCHANGED = "WEIGHIN_TESTS_UNCHANGED"
+
 _OF_OTHERS = (
     *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"),
     *("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY"),
@@ -67,50 +72,29 @@ settings.register_profile("ci", deadline=None, print_blob=True, **_KEPT)  # how 
 settings.load_profile("ci" if "CI" in os.environ else "untimed")
 
 
-@cache
-def _docker_missing() -> str:
-    from cells import isolation_missing  # it imports torch, which some tests must not need
-
-    return isolation_missing("docker")
+def _of_cells(function: str, *arguments: str) -> Callable[[], str]:
+    """Return a question to cells.py, which imports torch: some tests must not need it."""
+    return lambda: str(getattr(import_module("cells"), function)(*arguments))
 
 
-@cache
-def _cgroup_missing() -> str:
-    from cells import isolation_missing
-
-    return isolation_missing("cgroup")
+def _unless(is_there: Callable[[], object], reason: str) -> Callable[[], str]:
+    return lambda: "" if is_there() else reason
 
 
-@cache
-def _cuda_missing() -> str:
-    from cells import cuda_missing
-
-    return cuda_missing()
+def _has_compiler() -> bool:
+    here = shutil.which("gcc") and Path("/usr/include/stdio.h").exists()
+    return bool(known_commands.BUILT or here)
 
 
-@cache
-def _browser_missing() -> str:
-    if not shutil.which("chromium"):
-        return "no chromium here: apt-get install --no-install-recommends chromium"
-    return ""
+def _reaches_index() -> bool:
+    """Ask for the newest pip, as briefly as pip can."""
+    asked = "-m pip index versions pip --timeout=5 --retries=0"
+    command = [sys.executable, *asked.split()]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-@cache
-def _compiler_missing() -> str:
-    if known_commands.BUILT:
-        return ""
-    if not shutil.which("gcc") or not Path("/usr/include/stdio.h").exists():
-        return "no C compiler here: apt-get install --no-install-recommends gcc libc6-dev"
-    return ""
-
-
-@cache
 def _vm_missing() -> str:
-    programs = {
-        "qemu-system-x86_64": "qemu-system-x86",
-        "debootstrap": "debootstrap",
-        "mkfs.ext4": "e2fsprogs",
-    }
+    programs = {"qemu-system-x86_64": "qemu-system-x86", "debootstrap": "debootstrap", "mkfs.ext4": "e2fsprogs"}  # fmt: skip
     packages = [package for program, package in programs.items() if not shutil.which(program)]
     if packages:
         install = f"apt-get install --no-install-recommends {' '.join(packages)}"
@@ -129,58 +113,19 @@ def _fresh_missing() -> str:
     return "" if os.geteuid() == 0 else "debootstrap needs root: sudo make test-fresh"
 
 
-@cache
-def _ray_missing() -> str:
-    from importlib.util import find_spec
-
-    return "" if find_spec("ray") else "ray is not installed: pip install ray"
-
-
-@cache
-def _index_missing() -> str:
-    """Ask for the newest pip, once, and as briefly as pip can."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "index",
-        "versions",
-        "pip",
-        "--timeout=5",
-        "--retries=0",
-    ]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "" if answer.returncode == 0 else "pip reaches no index: see pip config list"
-
-
-@cache
-def _fuse_missing() -> str:
-    from cells import fuse_missing
-
-    return fuse_missing()
-
-
-def _root_missing() -> str:
-    return (
-        ""
-        if os.geteuid() == 0
-        else "only root can become another user, or mount a disk: sudo make test"
-    )
-
-
 _MISSING: dict[str, Callable[[], str]] = {
-    "docker": _docker_missing,
-    "cgroup": _cgroup_missing,
-    "cuda": _cuda_missing,
-    "browser": _browser_missing,
-    "compiler": _compiler_missing,
+    "docker": cache(_of_cells("isolation_missing", "docker")),
+    "cgroup": cache(_of_cells("isolation_missing", "cgroup")),
+    "cuda": cache(_of_cells("cuda_missing")),
+    "fuse": cache(_of_cells("fuse_missing")),
+    "browser": _unless(lambda: shutil.which("chromium"), "no chromium here: apt-get install --no-install-recommends chromium"),
+    "compiler": _unless(_has_compiler, "no C compiler here: apt-get install --no-install-recommends gcc libc6-dev"),
     "vm": _vm_missing,
     "fresh": _fresh_missing,
-    "ray": _ray_missing,
-    "index": _index_missing,
-    "root": _root_missing,
-    "fuse": _fuse_missing,
-}
+    "ray": _unless(lambda: find_spec("ray"), "ray is not installed: pip install ray"),
+    "index": cache(_unless(_reaches_index, "pip reaches no index: see pip config list")),
+    "root": _unless(lambda: os.geteuid() == 0, "only root can become another user, or mount a disk: sudo make test"),
+}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -199,17 +144,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("dist", "no") == "loadfile":
-        config.option.loadscopereorder = (
-            False  # by the number of tests, which says little of the time
-        )
+    if config.getoption("dist", "no") == "loadfile":  # not by number, which says little of the time
+        config.option.loadscopereorder = False
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # all processes must choose the same tests
+        os.environ[_UNCHANGED] = " ".join(seldom.unchanged())
     for name in _required(config):
         if name not in _MISSING:
             raise pytest.UsageError(f"--require {name}: known are {', '.join(_MISSING)}")
 
 
+def pytest_report_header() -> str:
+    parts = os.environ[_UNCHANGED].split()
+    return f"not by day, unchanged since {seldom.base()[:9]}: {', '.join(parts)}" if parts else ""
+
+
+def _leave_to_the_night(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of parts that have not changed, unless they are asked for; at night, of all parts."""
+    marks = config.getoption("markexpr")
+    at_night = "nightly" in marks and "not nightly" not in marks
+    named = {Path(one.partition("::")[0]).resolve() for one in config.args}
+    unchanged = os.environ[_UNCHANGED].split()
+    for item in items:
+        part = seldom.part_of(item.path, getattr(item, "originalname", ""))
+        is_asked_for = bool(named & {item.path, item.path.parent})
+        if part and (at_night or (part in unchanged and not is_asked_for)):
+            item.add_marker(pytest.mark.nightly)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first; or shuffle all files, and the tests of each."""
+    """Leave out what has not changed; put the longest files first; or shuffle all files, and their tests."""
+    _leave_to_the_night(config, items)
     ranks: dict[str, float] = {name: number for number, name in enumerate(LONGEST)}
     if seed := config.getoption("--shuffle"):
         draw = random.Random(seed)

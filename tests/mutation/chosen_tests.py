@@ -8,10 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-TESTS: Final = Path(__file__).resolve().parents[1]
-PACKAGE: Final = TESTS.parent / "harness" / "weighin"
-UNIT: Final = TESTS / "unit"
-CONTRACT: Final = TESTS / "contract"
+import seldom
+
+PACKAGE: Final = seldom.ROOT / "harness" / "weighin"
+UNIT: Final = seldom.TESTS / "unit"
+CONTRACT: Final = seldom.TESTS / "contract"
 _MOST_FILES: Final = 5
 _OF_ALL_VERBS: Final = tuple(CONTRACT / f"test_{name}.py" for name in ("wrong_inputs", "verbs"))
 _FAR: Final = 100
@@ -24,20 +25,14 @@ def _imports(file: Path) -> frozenset[str]:
 
     A module may also name another one in a text, to run it in a process of its own.
     """
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Constant) and _MODULE.fullmatch(text := str(node.value)):
-            names |= {text, f"{text}.__main__"}
-    stems = {name.partition(".")[0] for name in names if TESTS in file.parents}
-    found = {
-        folder / f"{stem}.py" for stem in stems - {"cells"} for folder in (TESTS, UNIT, CONTRACT)
-    }
-    helpers = [one for one in found if one.exists() and not one.name.startswith("test_")]
-    inherited = [_imports(helper) for helper in helpers]
+    texts = (
+        one.value for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.Constant)
+    )
+    run = {str(text) for text in texts if _MODULE.fullmatch(str(text))}
+    names = seldom.imported(file) | run | {f"{text}.__main__" for text in run}
+    # What cells.py imports says nothing about a test: it reaches all of weighin.
+    helpers = seldom.helpers(file, without=("cells",)) if seldom.TESTS in file.parents else set()
+    inherited = [_imports(helper) for helper in helpers - {file}]
     return frozenset(n for n in names if n.startswith("weighin.")).union(*inherited)
 
 
