@@ -53,7 +53,7 @@ _PICTURE: Final = re.compile(r"results/published/(?P<run>[\w.-]+)/(?P<name>[\w-]
 _KINDS: Final[dict[str, tuple[type[BaseModel], Iterable[str]]]] = {
     "suite": (Settings, KEYS[MODELS]),
     "model": (SuiteModel, SuiteModel.model_fields),
-    "suite of commands": (Settings, KEYS[COMMANDS]),
+    "suite of commands": (Settings, [key for key in KEYS[COMMANDS] if key not in KEYS[MODELS]]),
     "command": (SuiteCommand, SuiteCommand.model_fields),
 }
 _DEFAULTS: Final = {
@@ -61,7 +61,6 @@ _DEFAULTS: Final = {
     ("suite", "strategies"): "six strategies",
     ("suite", "timeout_s"): "`600`",
     ("suite of commands", "commands"): "required",
-    ("suite of commands", "timeout_s"): "`0`",
 }
 """The defaults that depend on other keys."""
 

@@ -23,11 +23,10 @@ PAGE = ROOT / "docs" / "suites.md"
 
 def test_the_examples_are_suites(tmp_path: Path) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    mine, several, commands = examples
+    mine, commands = examples
     path = tmp_path / "suite.yaml"
-    for text in (mine, several):
-        path.write_text(text)
-        assert read_suite(path).models
+    path.write_text(mine)
+    assert len(read_suite(path).models) == 3
     path.write_text(commands)
     train, load = read_suite(path, COMMANDS).commands
     assert train.command == ["python", "train.py", "--epochs", "1"]

@@ -251,7 +251,7 @@ def chosen_uses(names: list[str]) -> dict[str, str]:
             found[name] = _known("use", name, ours, "--use ./mine.py")
             continue
         path = Path(name).expanduser().resolve()
-        user_code.parse(path, "use", "use(model)", "see docs/results.md for an example of 3 lines")
+        user_code.parse(path, "use", "use(model)", "see docs/suites.md for an example of 2 lines")
         if path.stem in ours or found.get(path.stem, str(path)) != str(path):
             raise ConfigError(
                 f"two uses are called {path.stem!r}, one of them {path}",
