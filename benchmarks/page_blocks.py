@@ -8,10 +8,7 @@ A block of the page is the text between two comments, the first of which names t
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-
-from weighin.show.words import plain
-from weighin.text import markdown
+from collections.abc import Mapping
 
 
 def filled(page: str, blocks: Mapping[str, str]) -> str:
@@ -27,13 +24,3 @@ def filled(page: str, blocks: Mapping[str, str]) -> str:
             raise ValueError(f"the page has no block <!-- {name} -->")
         page = f"{page[: found.end(1)]}{text}\n<!-- end -->{page[found.end() :]}"
     return page
-
-
-def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a list item for each reason, with all names whose reason differs in the name alone."""
-    groups: dict[str, dict[str, None]] = {}
-    for name, reason in reasons:
-        shared = reason.removeprefix(f"{name} ").replace(f" and {name} ", " and ")
-        groups.setdefault(shared, {})[name] = None
-    for shared, names in groups.items():
-        yield f"* {markdown(', '.join(names))}: {markdown(plain(shared))}"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from page_blocks import by_reason, filled
+from page_blocks import filled
 
 from weighin.records import run_folder
 from weighin.records.metrics import METRICS, grouped, middle
@@ -54,15 +54,9 @@ def table(runs: Sequence[Sequence[Result]]) -> str:
         [name, *(each.get(name, "-") for each in columns)]
         for name in sorted(order, key=lambda name: order[name])
     ]
-    missing = {
-        (one.cell.strategy, one.message or one.outcome)
-        for one in (one for run in runs for one in run)
-        if one.outcome is not Outcome.OK and one.cell.strategy not in order
-    }
-    left_out = "\n".join(["Not in the table:", "", *by_reason(sorted(missing))])
     about = words.shared(Measured([one for run in measured for one in run]))
     found = Table.of(["strategy", *heads], rows).markdown()
-    return "\n\n".join([found, *([left_out] if missing else []), escaped(about)])
+    return f"{found}\n\n{escaped(about)}"
 
 
 def _private_bytes(result: Result) -> int | None:

@@ -19,7 +19,7 @@ from weighin.units import MIB, format_seconds
 
 _MISSING: Final = "-"
 CONVERTING: Final = (
-    "load", "strategy", "outcome", "result MiB", "anonymous (sampled), x result", "peak RSS, x result",
+    "load", "strategy", "result MiB", "anonymous (sampled), x result", "peak RSS, x result",
     "load time",
 )  # fmt: skip
 PREDICTED: Final = "predicted.json"
@@ -80,7 +80,7 @@ def _read_predicted(path: Path) -> dict[str, Any]:
 def markdown_converting(results: Sequence[Result]) -> str:
     """Return the peaks of loads that change the weights, as multiples of the loaded model's size."""
     measured = [one for one in results if one.outcome is not Outcome.SKIPPED]
-    found = Table.of(CONVERTING, _converting(measured), names=3)
+    found = Table.of(CONVERTING, _converting(measured), names=2)
     return f"{found.markdown()}\n\n{escaped(words.shared(Measured(measured)))}"
 
 
@@ -94,8 +94,7 @@ def _converting(measured: Sequence[Result]) -> Iterator[tuple[str, ...]]:
             yield (
                 title,
                 " ".join([cell.strategy, *options]),
-                outcome_of(one.outcome for one in repeats),
-                scaled(size, MIB, 0),
+                scaled(size, MIB, 0) if good else outcome_of(one.outcome for one in repeats),
                 scaled(middle(map(_anonymous_bytes, good)), size, 3),
                 scaled(middle(map(_resident_bytes, good)), size, 3),
                 _MISSING if load_ns is None else format_seconds(load_ns),

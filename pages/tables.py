@@ -78,7 +78,12 @@ _USUAL: Final = re.compile(
 
 def _decisive(table: Table) -> Table:
     """Return a table without ranges, and without the columns, notes and reasons that decide nothing."""
-    places = [at for at, column in enumerate(table.columns) if column.title not in _SECOND]
+    places = [
+        at
+        for at, column in enumerate(table.columns)
+        if column.title not in _SECOND
+        and not (column.title == "outcome" and {row[at].text for row in table.entries} == {"ok"})
+    ]
     rows = [[replace(row[at], spread="") for at in places] for row in table.entries]
     columns = [table.columns[at] for at in places]
     return replace(table, columns=columns, rows=rows, notes=(), reasons=())
@@ -86,7 +91,8 @@ def _decisive(table: Table) -> Table:
 
 def _caption(run: Measured) -> str:
     about = words.shared(run, without=("ram_limit_bytes",) if run.floors else ()).split(" · ")
-    return escaped(" · ".join(one for one in about if not _USUAL.fullmatch(one)))
+    text = " · ".join(one for one in about if not _USUAL.fullmatch(one))
+    return escaped(re.sub(r"measured (.*) with weighin (commits?)", r"\1, \2", text))
 
 
 def _tables(read: Callable[[Measured], Iterable[Table]]) -> Callable[[Sequence[Result]], str]:
