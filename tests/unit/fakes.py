@@ -17,8 +17,7 @@ import pytest
 from weighin import phase_reporter
 from weighin.cell import Cell, Job, ModelSpec, decode_job
 from weighin.isolation.base import Exit
-from weighin.probes import cgroup
-from weighin.probes.cgroup import Cgroup, Counters
+from weighin.probes.cgroup import Counters
 from weighin.probes.process_table import ProcessTable
 from weighin.probes.sampler import Sampler
 from weighin.records.verdict import Reference
@@ -83,6 +82,37 @@ class Silent:
         return list(self.seen)
 
     def close(self) -> None: ...
+
+
+class Seen(Silent):
+    """An observer that sees what a test or its script tells it; counters are None until then."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample] = (),
+        last_peak_bytes: int | None = None,
+        others: tuple[int, int] = (0, 0),
+        resets: bool = True,
+        sampled_kills: int | None = None,
+        **figures: Any,
+    ) -> None:
+        self.seen, self.last_peaks_rss_bytes = tuple(samples), (last_peak_bytes,)
+        self.others, self.oom_kills = others, sampled_kills
+        self.now, self._resets = Counters(**figures), resets
+
+    def sees(self, **figures: Any) -> Callable[[], None]:
+        """Return a step of a script that sets figures."""
+
+        def step() -> None:
+            self.now = replace(self.now, **figures)
+
+        return step
+
+    def counters(self) -> Counters:
+        return self.now
+
+    def reset_peak(self) -> bool:
+        return self._resets
 
 
 _pids = count(2**22 + 1)  # which no process has
@@ -267,20 +297,6 @@ LOADED = (*BASELINE, begin("read"), phase("read", 500), phase("other", 400), loa
 DONE = (*LOADED, begin("touch"), phase("touch", 450), ready(), begin("forward"), phase("forward", 990), done())  # fmt: skip
 
 
-class FakeSampler(Silent):
-    """Stands for the sampler, and what it reads, where a test says what it has seen."""
-
-    last_peak_rss_bytes: int | None = None
-
-    def __init__(self, _pid: int, _members: object, cgroup: Cgroup | None = None, **_: Any) -> None:
-        self.last_peaks_rss_bytes = [self.last_peak_rss_bytes]
-        self._group = cgroup
-
-    def raise_limit(self) -> None:
-        if self._group:
-            self._group.raise_limit()
-
-
 def followed(
     running: Any,
     *,
@@ -333,11 +349,3 @@ def measure(isolation: Any, run: Path, *arguments: Any, **options: Any) -> Resul
     measured = take(isolation, *arguments, **options)
     measured.finish(run)
     return measured.result
-
-
-@pytest.fixture(name="sampler")
-def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
-    kind = type("Seen", (FakeSampler,), {})
-    monkeypatch.setattr(measuring, "Sampler", kind)
-    monkeypatch.setattr(cgroup, "pressure_file_of", lambda pid: None)
-    return kind
