@@ -1,20 +1,15 @@
-"""A judgement as a reader sees it: whole texts, kept in fixtures/gate, for every kind of output.
-
-After a wanted change of a text: WRITE_FIXTURES=1 pytest tests/unit/test_gate_tables.py, and look
-at the difference.
-"""
+"""A judgement as a reader sees it: whole texts, kept in snapshots/gate, for every kind of output."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 from factories import SCRIPTS, make_cell, make_result
 from rich.console import Console
+from snapshots import Compare
 from test_evaluate import STREAMING, grown, judged
 
 from weighin.gate import tables
@@ -23,8 +18,6 @@ from weighin.gate.rules import Rules
 from weighin.records.run_folder import Records
 from weighin.records.series import summarise
 from weighin.result import Outcome, Phase
-
-FIXTURES = Path(__file__).with_name("fixtures") / "gate"
 
 
 def mixed() -> GateResult:
@@ -98,12 +91,8 @@ def annotations(judgement: GateResult) -> str:
         ("unchanged.md", lambda: tables.write_markdown(unchanged())),
     ],
 )
-def test_the_whole_text(name: str, write: Callable[[], str]) -> None:
-    path = FIXTURES / name
-    if os.environ.get("WRITE_FIXTURES"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(write(), encoding="utf-8")
-    assert write() == path.read_text(encoding="utf-8")
+def test_the_whole_text(name: str, write: Callable[[], str], same: Compare) -> None:
+    same(f"gate/{name}", write())
 
 
 def test_names_from_elsewhere_cannot_break_any_output() -> None:
