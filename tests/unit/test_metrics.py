@@ -4,62 +4,56 @@ from dataclasses import replace
 
 import pytest
 from factories import make_cell, make_result
+from snapshots import Compare
 
 from weighin.cell import Cell
 from weighin.errors import UnknownName
 from weighin.records.metrics import METRICS, PHASE_FIGURES, Tolerance, named, phases_of_load
-from weighin.result import UNNAMED, Memory, Peaks, Phase, Ran, Use, phases_of
+from weighin.result import UNNAMED, Memory, Peaks, Phase, Ran, Result, Use, phases_of
 from weighin.units import GIB, MIB
 
 PEAK, LOAD = METRICS["peak_rss"], METRICS["load"]
 SECOND = 10**9
 
 
-@pytest.mark.parametrize(
-    ("was", "now", "text"),
-    [
-        (1600 * MIB, 1600 * MIB, "±0"),
-        (1600 * MIB, 1680 * MIB, "+80.0 MiB (+5.0 %)"),
-        (1600 * MIB, 1599 * MIB, "-1.0 MiB (-0.1 %)"),
-        (0, 5 * MIB, "+5.0 MiB"),
-    ],
-)
-def test_a_change_has_its_sign_and_its_share(was: int, now: int, text: str) -> None:
-    assert PEAK.change(was, now) == text
-
-
-def test_a_change_of_a_time_is_in_seconds() -> None:
-    assert LOAD.change(2 * SECOND, 3 * SECOND) == "+1.00 s (+50.0 %)"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(GIB, "1.000 GiB"), (GIB - 1, "1024.0 MiB"), (-2 * GIB, "-2.000 GiB"), (5 * MIB, "5.0 MiB")],
-)
-def test_a_size_is_rounded_for_readers(value: int, text: str) -> None:
-    assert PEAK.text(value) == text
-
-
-def test_what_is_allowed_is_the_larger_of_share_and_amount() -> None:
-    tolerance = Tolerance(relative=0.1, absolute=50)
+def test_each_metric_with_its_unit_what_it_may_grow_by_and_the_figure_of_phases(
+    same: Compare,
+) -> None:
+    """Of a figure of 1 GiB and one of 100 GiB, or of 1 s and 10 s: 16 MiB or 1 %, 4 times as long."""
+    lines = []
+    for metric in METRICS.values():
+        figures = (SECOND, 10 * SECOND) if metric.unit == "ns" else (GIB, 100 * GIB)
+        tolerance = metric.tolerance
+        more = ", ".join(
+            f"{metric.text(was)} +{metric.text(tolerance.allowance(was))}" for was in figures
+        )
+        lines.append(f"{metric.name} ({metric.title}): {more}; {tolerance.direction} is better;")
+        lines[-1] += f" explained by {metric.in_phase}\n"
+    same("metrics.txt", "".join(lines))
+    assert METRICS["floor"].tolerance.allowance(GIB // 2) == 24 * MIB
+    tolerance = Tolerance(relative=0.1, absolute=50)  # the larger of share and amount
     assert [tolerance.allowance(was) for was in (499, 500, 510)] == [50, 50, 51]
 
 
-def test_which_metrics_are_times_and_which_are_sampled() -> None:
-    assert {name for name, metric in METRICS.items() if metric.unit == "ns"} == {
-        "use", "load", "ready", "time",
-    }  # fmt: skip
-    titles = {metric.title for metric in METRICS.values() if metric.title != metric.name}
-    assert titles == {"anon (sampled)", "needed (sampled)"}
-
-
-def test_a_metric_is_of_its_operations_only() -> None:
-    load = make_result(make_cell())
-    command = replace(load, cell=Cell.of_command("mine", ("true",), "process"))
-    assert (LOAD.of(load), LOAD.of(command)) == (load.load_ns, None)
-    assert (METRICS["time"].of(load), METRICS["time"].of(command)) == (None, load.ready_ns)
-    assert PEAK.of(load) == PEAK.of(command) == load.peaks.rss_bytes
-    assert METRICS["use_peak_rss"].of(load) is None  # forward passes are no use
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (PEAK.text(GIB), "1.000 GiB"),
+        (PEAK.text(GIB - 1), "1024.0 MiB"),
+        (PEAK.text(-2 * GIB), "-2.000 GiB"),
+        (PEAK.text(5 * MIB), "5.0 MiB"),
+        (PEAK.change(1600 * MIB, 1600 * MIB), "±0"),
+        (PEAK.change(1600 * MIB, 1680 * MIB), "+80.0 MiB (+5.0 %)"),
+        (PEAK.change(1600 * MIB, 1599 * MIB), "-1.0 MiB (-0.1 %)"),
+        (PEAK.change(0, 5 * MIB), "+5.0 MiB"),
+        (LOAD.change(2 * SECOND, 3 * SECOND), "+1.00 s (+50.0 %)"),
+        (LOAD.change(SECOND, SECOND + 1)[0], "+"),
+        (LOAD.change(SECOND, SECOND - 1)[0], "-"),
+    ],
+    ids=range(11),
+)
+def test_a_size_is_rounded_and_a_change_has_its_sign_and_its_share(written: str, text: str) -> None:
+    assert written == text
 
 
 def test_a_metric_has_a_short_name_too() -> None:
@@ -69,18 +63,7 @@ def test_a_metric_has_a_short_name_too() -> None:
         named("peak_rs")
 
 
-def test_the_phases_of_a_load_have_one_name_each() -> None:
-    result = make_result(make_cell())
-    names = ["import", "prepare", "read", UNNAMED, "read", "touch", "forward"]
-    phases = tuple(replace(result.phases[0], name=name) for name in names)
-    load = replace(result, phases=phases)
-    expected = ["read", f"{UNNAMED} after read", "read 2", "touch"]
-    assert [name for name, _ in phases_of_load(load)] == expected
-    used = replace(load, cell=make_cell(use="fork"))
-    assert [name for name, _ in phases_of_load(used)] == [*expected, "forward"]
-    command = replace(load, cell=Cell.of_command("mine", ("true",), "process"))
-    assert [name for name, _ in phases_of_load(command)][:2] == ["import", "prepare"]
-
+# -- the figures of a result
 
 FIGURES = {
     "peak_rss": 1, "above_import": -899, "anon": 2, "ready_anon": 3, "peak_cgroup": 4, "pss": 5,
@@ -108,38 +91,12 @@ def test_each_metric_reads_its_own_figure() -> None:
     assert {name: metric.of(result) for name, metric in METRICS.items()} == FIGURES
     assert METRICS["needed"].of(replace(result, ran=None)) is None
     assert METRICS["ready_anon"].of(replace(result, phases=())) is None
-    without = replace(result, cell=make_cell(), use=None)
+    without = replace(result, cell=make_cell(), use=None)  # forward passes are no use
     assert {name for name in FIGURES if METRICS[name].of(without) is None} == {
         "floor", "use_peak_rss", "use_anon", "use_child", "use", "time",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("names", "allowed"),
-    [
-        # Of a figure of 1 GiB, and of one of 100 GiB (of 1 s, and of 10 s).
-        ("peak_rss above_import anon ready_anon pss use_peak_rss use_anon use_child needed",
-         (16 * MIB, GIB)),
-        ("peak_cgroup", (128 * MIB, 4 * GIB)),
-        ("cuda_requested cuda_allocated cuda_reserved", (0, 0)),
-        ("floor", (round(0.03 * GIB), 3 * GIB)),
-    ],
-)  # fmt: skip
-def test_how_much_memory_may_grow_without_a_rule(names: str, allowed: tuple[int, int]) -> None:
-    for name in names.split():
-        tolerance = METRICS[name].tolerance
-        assert (tolerance.allowance(GIB), tolerance.allowance(100 * GIB)) == allowed, name
-        assert tolerance.direction == "lower"
-    assert METRICS["floor"].tolerance.allowance(GIB // 2) == 24 * MIB
-
-
-@pytest.mark.parametrize("name", ["use", "load", "ready", "time"])
-def test_a_time_may_become_four_times_as_long(name: str) -> None:
-    tolerance = METRICS[name].tolerance
-    assert (tolerance.allowance(SECOND), tolerance.allowance(10 * SECOND)) == (
-        5 * SECOND,
-        30 * SECOND,
-    )
+    command = replace(result, cell=Cell.of_command("mine", ("true",), "process"))
+    assert [METRICS[name].of(command) for name in ("load", "time", "peak_rss")] == [None, 15, 1]
 
 
 def test_each_metric_is_explained_by_a_figure_of_the_phases() -> None:
@@ -151,52 +108,49 @@ def test_each_metric_is_explained_by_a_figure_of_the_phases() -> None:
         "peak_rss": 1, "end_anon": 2, "peak_cgroup": 3, "cuda_requested": 4, "cuda_allocated": 5,
         "cuda_reserved": 6, "time": 7,
     }  # fmt: skip
-    in_phase: dict[str, list[str]] = {}
-    for metric in METRICS.values():
-        in_phase.setdefault(metric.in_phase, []).append(metric.name)
-    assert in_phase == {
-        "peak_rss": ["peak_rss", "above_import", "anon", "floor", "use_peak_rss"],
-        "end_anon": ["ready_anon", "pss", "use_anon", "use_child"],
-        "peak_cgroup": ["peak_cgroup", "needed"],
-        "cuda_requested": ["cuda_requested"],
-        "cuda_allocated": ["cuda_allocated"],
-        "cuda_reserved": ["cuda_reserved"],
-        "time": ["use", "load", "ready", "time"],
-    }
 
 
-def test_a_change_by_the_smallest_amount_has_its_sign() -> None:
-    assert LOAD.change(SECOND, SECOND + 1).startswith("+")
-    assert LOAD.change(SECOND, SECOND - 1).startswith("-")
+# -- the phases of a load
 
 
-@pytest.mark.parametrize(("operation", "last"), [("load", "touch"), ("save", "sync")])
-def test_memory_when_ready_is_that_after_the_last_phase(operation: str, last: str) -> None:
+def had(*names: str, **cell: object) -> Result:
     phases = tuple(
-        Phase(name, 0, 1, 1, Memory(1, number, 0, 0), 0, 0)
-        for number, name in enumerate(("read", last, "forward"), 1)
+        Phase(name, 0, 1, 1, Memory(1, number, 0, 0), 0, 0) for number, name in enumerate(names, 1)
     )
-    result = replace(make_result(make_cell(operation=operation)), phases=phases)
-    names = [phase.name for phase in phases]
-    assert METRICS["ready_anon"].of(result) == names.index(last) + 1
-    assert [name for name, _ in phases_of_load(result)] == names[: names.index(last) + 1]
+    return replace(make_result(make_cell(**cell)), phases=phases)
 
 
-def test_imports_of_libraries_come_before_the_load() -> None:
-    result = make_result(make_cell())
-    for first in ("import transformers", "import diffusers", "import timm"):
-        phases = tuple(
-            replace(result.phases[0], name=name)
-            for name in ("import", "prepare", first, UNNAMED, UNNAMED, "read", "read", "read")
-        )
-        found = phases_of_load(replace(result, phases=phases))
-        assert [name for name, _ in found] == [
-            UNNAMED, f"{UNNAMED} after {UNNAMED}", "read", "read 2", "read 3",
-        ]  # fmt: skip
+LOADS = ("import", "prepare", "read", UNNAMED, "read", "touch", "forward")
+NAMED = ["read", f"{UNNAMED} after read", "read 2", "touch"]
+READS = (UNNAMED, UNNAMED, "read", "read", "read")
 
 
-def test_the_phases_of_a_body_that_ran_twice_are_those_of_its_last_run() -> None:
-    end = Memory(0, 0, 0, 0)
-    names = ("import", "prepare", "first", "prepare", "second")
-    phases = [Phase(name, 0, 1, 0, end, 0, 0) for name in names]
-    assert [phase.name for phase in phases_of(phases)] == ["second"]
+@pytest.mark.parametrize(
+    ("result", "names"),
+    [
+        (had(*LOADS), NAMED),
+        (had(*LOADS, use="fork"), [*NAMED, "forward"]),
+        (had("read", "touch", "forward"), ["read", "touch"]),
+        (had("read", "sync", "forward", operation="save"), ["read", "sync"]),
+        *((had("import", "prepare", f"import {library}", *READS), [UNNAMED, f"{UNNAMED} after {UNNAMED}", "read", "read 2", "read 3"])
+          for library in ("transformers", "diffusers", "timm")),
+    ],
+    ids=["a load", "with a use", "a short load", "a save", "transformers", "diffusers", "timm"],
+)  # fmt: skip
+def test_the_phases_of_a_load_have_one_name_each(result: Result, names: list[str]) -> None:
+    assert [name for name, _ in phases_of_load(result)] == names
+
+
+def test_memory_when_ready_is_that_after_the_last_phase() -> None:
+    of = METRICS["ready_anon"].of
+    assert of(had("read", "touch", "forward")) == 2
+    assert of(had("read", "sync", "forward", operation="save")) == 2
+
+
+def test_the_phases_of_a_command_are_all_and_of_a_body_that_ran_twice_those_of_its_last_run() -> (
+    None
+):
+    command = replace(had(*LOADS), cell=Cell.of_command("mine", ("true",), "process"))
+    assert [name for name, _ in phases_of_load(command)][:2] == ["import", "prepare"]
+    twice = had("import", "prepare", "first", "prepare", "second")
+    assert [phase.name for phase in phases_of(twice.phases)] == ["second"]
