@@ -1,19 +1,22 @@
-"""What the events of a worker mean, without any worker."""
+"""What the events of a worker mean, without any worker, and which of its figures cannot be."""
 
+from dataclasses import replace
 from typing import Any
 
 import fakes
 import pytest
-from factories import make_cell
+from factories import make_cell, make_result
+from snapshots import Compare
 
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
-from weighin.result import Outcome, Phase
+from weighin.result import Cost, Memory, Peaks, Phase, Rank, Result
 from weighin.run import listener as messages
-from weighin.run.judge import Evidence, judge
+from weighin.run.judge import Evidence, contradiction, is_beyond, judge
 from weighin.run.listener import Reported
+from weighin.units import MIB
 
-KILLED = Exit(None, signal=9)
+KILLED, SEGFAULT = Exit(None, signal=9), Exit(None, signal=11)
 
 
 def told(*lines: bytes) -> Reported:
@@ -29,250 +32,66 @@ def told(*lines: bytes) -> Reported:
     return track
 
 
-def judged(
-    track: Reported, ended: Exit, oom_kills: int | None, **facts: Any
-) -> tuple[Outcome, str]:
-    cell = make_cell()
-    return judge(Evidence(cell, ended, ranks=[track], oom_kills=oom_kills, **facts))
-
-
 BEFORE = (fakes.begin("import"), fakes.phase("import"), fakes.begin("prepare"))
 BASELINE = (*BEFORE, fakes.phase("prepare"), fakes.baseline())
-LOADED = (*BASELINE, fakes.begin("read"), fakes.phase("read"), fakes.loaded())
+READING = (*BASELINE, fakes.begin("read"))
+LOADED = (*READING, fakes.phase("read"), fakes.loaded())
 READY = (*LOADED, fakes.begin("touch"), fakes.phase("touch"), fakes.ready())
 DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
+FORK = fakes.failed("use_failed", "fork: a forked process was ended by SIGKILL")
+BROKEN = fakes.failed("strategy_failed", "BrokenProcessPool (mine.py:3)")
+WRONG = fakes.failed("wrong_weights", "1 tensor missing from the model: a")
+FULL = fakes.failed("cuda_oom", "CUDA out of memory.")
+
+ENDS: dict[str, tuple[tuple[bytes, ...], Exit, dict[str, Any]]] = {
+    "killed in a phase": (READING, KILLED, {"oom_kills": 1}),
+    "killed in a use": ((*READY, fakes.begin("use: adamw")), KILLED, {"oom_kills": 1}),
+    "killed before the first phase of the load": (BASELINE, KILLED, {"oom_kills": 1}),
+    "killed before the baseline": (BEFORE, KILLED, {"oom_kills": 1}),
+    "a use crashes": ((*READY, fakes.begin("use: mine")), SEGFAULT, {"oom_kills": 0}),
+    "a use loses a child": ((*READY, FORK), Exit(1), {"oom_kills": 1}),
+    "a load loses a child": ((*LOADED, BROKEN), Exit(1), {"oom_kills": 1, "printed": b"Traceback"}),
+    "a load fails": ((*LOADED, BROKEN), Exit(1), {"oom_kills": 0, "printed": b"Traceback"}),
+    "a load loses a child and exits": (LOADED, Exit(3), {"oom_kills": 2, "printed": b"no child"}),
+    "a load exits": (LOADED, Exit(3), {"oom_kills": 0, "printed": b"\xff!"}),
+    "SIGKILL without a kill": (READING, KILLED, {"oom_kills": 0}),
+    "a crash beside a child's kill": (READING, SEGFAULT, {"oom_kills": 1, "printed": b"Loading\n\n"}),
+    "no Python": ((), Exit(127), {"oom_kills": 0, "printed": b"python: not found"}),
+    "an exit before the baseline": (BEFORE, Exit(1), {"oom_kills": 0}),
+    "wrong weights": ((*LOADED, WRONG), Exit(1), {"oom_kills": 0, "printed": b"Traceback"}),
+    "a full GPU": ((*LOADED, FULL), Exit(1), {"oom_kills": 1}),
+    "without a cgroup, SIGKILL": (READING, KILLED, {"oom_kills": None}),
+    "without a cgroup, and the machine killed one": (READING, KILLED, {"oom_kills": None, "machine_oom_kills": 1}),
+    "without a cgroup, and the machine killed none": (READING, KILLED, {"oom_kills": None, "machine_oom_kills": 0}),
+    "the machine killed another process": (READING, KILLED, {"oom_kills": 0, "machine_oom_kills": 1}),
+}  # fmt: skip
+
+
+def test_the_outcome_of_a_worker_that_ended(same: Compare) -> None:
+    text = ""
+    for name, (lines, ended, facts) in ENDS.items():
+        outcome, message = judge(Evidence(make_cell(), ended, ranks=[told(*lines)], **facts))
+        text += f"{name}\n  {outcome}: {message}\n"
+    same("judged.txt", text)
 
 
 @pytest.mark.parametrize(
-    ("lines", "ended", "oom_kills", "stderr_tail", "outcome", "message"),
+    ("lines", "names", "load_ns", "ready_ns"),
     [
-        (
-            (*BASELINE, fakes.begin("read")),
-            KILLED,
-            1,
-            b"",
-            Outcome.OOM_KILLED,
-            "killed by the kernel for lack of memory in phase 'read'",
-        ),
-        (
-            (*READY, fakes.begin("use: adamw")),
-            KILLED,
-            1,
-            b"",
-            Outcome.OOM_KILLED,
-            "killed by the kernel for lack of memory in phase 'use: adamw'",
-        ),
-        (
-            (*READY, fakes.begin("use: mine")),
-            Exit(None, signal=11),
-            0,
-            b"",
-            Outcome.USE_FAILED,
-            "the measured process was ended by SIGSEGV in phase 'use: mine'; every weight is right",
-        ),
-        (
-            (*READY, fakes.failed("use_failed", "fork: a forked process was ended by SIGKILL")),
-            Exit(1),
-            1,
-            b"",
-            Outcome.OOM_KILLED,
-            "the measured process lost a child, killed by the kernel for lack of memory; then it"
-            " failed: fork: a forked process was ended by SIGKILL",
-        ),
-        (
-            (*BASELINE, fakes.begin("read")),
-            Exit(None, signal=9),
-            1,
-            b"",
-            Outcome.OOM_KILLED,
-            "killed by the kernel for lack of memory in phase 'read'",
-        ),
-        (
-            (*LOADED, fakes.failed("strategy_failed", "BrokenProcessPool (mine.py:3)")),
-            Exit(1),
-            1,
-            b"Traceback",
-            Outcome.OOM_KILLED,
-            "the measured process lost a child, killed by the kernel for lack of memory; then it"
-            " failed: BrokenProcessPool (mine.py:3)",
-        ),
-        (
-            (*LOADED, fakes.failed("strategy_failed", "BrokenProcessPool (mine.py:3)")),
-            Exit(1),
-            0,
-            b"Traceback",
-            Outcome.STRATEGY_FAILED,
-            "BrokenProcessPool (mine.py:3)",
-        ),
-        (
-            LOADED,
-            Exit(3),
-            2,
-            b"no child",
-            Outcome.OOM_KILLED,
-            "the measured process lost a child, killed by the kernel for lack of memory; then it"
-            " ended with exit code 3 after phase 'read': no child",
-        ),
-        (
-            BASELINE,
-            KILLED,
-            1,
-            b"",
-            Outcome.OOM_KILLED,
-            "killed by the kernel for lack of memory before its first phase",
-        ),
-        (
-            BEFORE,
-            KILLED,
-            1,
-            b"",
-            Outcome.OOM_KILLED,
-            "killed by the kernel for lack of memory in phase 'prepare'",
-        ),
-        (
-            (*BASELINE, fakes.begin("read")),
-            KILLED,
-            0,
-            b"",
-            Outcome.STRATEGY_FAILED,
-            "the measured process was ended by SIGKILL in phase 'read'",
-        ),
-        (
-            (*BASELINE, fakes.begin("read")),
-            KILLED,
-            None,
-            b"",
-            Outcome.STRATEGY_FAILED,
-            "the measured process was ended by SIGKILL in phase 'read'",
-        ),
-        (
-            (*BASELINE, fakes.begin("read")),
-            Exit(None, signal=11),
-            1,  # a child was killed, the worker itself was not
-            b"Loading\n\n",
-            Outcome.STRATEGY_FAILED,
-            "the measured process was ended by SIGSEGV in phase 'read': Loading",
-        ),
-        (
-            LOADED,
-            Exit(3),
-            0,
-            b"\xff!",
-            Outcome.STRATEGY_FAILED,
-            "the measured process ended with exit code 3 after phase 'read': \ufffd!",
-        ),
-        (
-            (),
-            Exit(127),
-            0,
-            b"python: not found",
-            Outcome.MEASUREMENT_FAILED,
-            "the measured process ended with exit code 127 before its first phase: python: not found",
-        ),
-        (
-            BEFORE,
-            Exit(1),
-            0,
-            b"",
-            Outcome.MEASUREMENT_FAILED,
-            "the measured process ended with exit code 1 in phase 'prepare'",
-        ),
-        (
-            (*LOADED, fakes.failed("wrong_weights", "1 tensor missing from the model: a")),
-            Exit(1),
-            0,
-            b"Traceback",
-            Outcome.WRONG_WEIGHTS,
-            "1 tensor missing from the model: a",
-        ),
-        (
-            (*LOADED, fakes.failed("cuda_oom", "CUDA out of memory.")),
-            Exit(1),
-            1,
-            b"",
-            Outcome.CUDA_OOM,
-            "CUDA out of memory.",
-        ),
+        ((), [], None, None),
+        (BEFORE, [], None, None),
+        (BASELINE, [], None, None),
+        (LOADED, ["read"], 1000, None),
+        (READY, ["read", "touch"], 1000, 1200),  # the load, and one reading of every byte
+        (DONE, ["read", "touch"], 1000, 1200),
     ],
-)
-def test_the_outcome_of_a_worker_that_ended(
-    lines: tuple[bytes, ...],
-    ended: Exit,
-    oom_kills: int | None,
-    stderr_tail: bytes,
-    outcome: Outcome,
-    message: str,
-) -> None:
-    assert judged(told(*lines), ended, oom_kills, printed=stderr_tail) == (outcome, message)
-
-
-@pytest.mark.parametrize(
-    ("oom_kills", "machine_oom_kills", "outcome", "message"),
-    [
-        (
-            None,
-            1,
-            Outcome.OOM_KILLED,
-            "killed by the kernel when the whole machine ran out of memory, in phase 'read'",
-        ),
-        (
-            None,
-            0,
-            Outcome.STRATEGY_FAILED,
-            "the measured process was ended by SIGKILL in phase 'read'",
-        ),
-        (
-            None,
-            None,
-            Outcome.STRATEGY_FAILED,
-            "the measured process was ended by SIGKILL in phase 'read'",
-        ),
-        # Another process was killed: this cell's own counter says so.
-        (
-            0,
-            1,
-            Outcome.STRATEGY_FAILED,
-            "the measured process was ended by SIGKILL in phase 'read'",
-        ),
-    ],
-)
-def test_a_worker_without_a_cgroup_is_judged_by_the_machines_counter(
-    oom_kills: int | None, machine_oom_kills: int | None, outcome: Outcome, message: str
-) -> None:
-    track = told(*BASELINE, fakes.begin("read"))
-    found = judged(track, KILLED, oom_kills, machine_oom_kills=machine_oom_kills)
-    assert found == (outcome, message)
-
-
-def names(track: Reported) -> list[str]:
-    return [phase.name for phase in track.load_phases]
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ((), []),
-        (BEFORE, []),
-        (BASELINE, []),
-        (LOADED, ["read"]),
-        (READY, ["read", "touch"]),
-        (DONE, ["read", "touch"]),
-    ],
+    ids=["nothing", "before", "baseline", "loaded", "ready", "done"],
 )
 def test_the_phases_of_the_load_lie_between_baseline_and_ready(
-    lines: tuple[bytes, ...], expected: list[str]
-) -> None:
-    assert names(told(*lines)) == expected
-
-
-@pytest.mark.parametrize(
-    ("lines", "load_ns", "ready_ns"),
-    [(BASELINE, None, None), (LOADED, 1000, None), (READY, 1000, 1200), (DONE, 1000, 1200)],
-)
-def test_ready_is_the_load_and_one_reading_of_every_byte(
-    lines: tuple[bytes, ...], load_ns: int | None, ready_ns: int | None
+    lines: tuple[bytes, ...], names: list[str], load_ns: int | None, ready_ns: int | None
 ) -> None:
     track = told(*lines)
+    assert [phase.name for phase in track.load_phases] == names
     assert (track.told.load_ns, track.ready_ns) == (load_ns, ready_ns)
 
 
@@ -282,3 +101,45 @@ def test_a_gap_that_counts_as_a_phase_does_not_move_the_rank_that_hangs() -> Non
     hanging = told(baseline, fakes.phase("other"), fakes.begin("bad"))
     ranks = [waiting, hanging, waiting]
     assert Evidence(make_cell(), ranks=ranks).where == "rank 1 in phase 'bad'"
+
+
+# -- figures that contradict each other
+
+PEAKS = Peaks(rss_bytes=300 * MIB, cgroup_bytes=400 * MIB, anon_sampled_bytes=250 * MIB)
+
+
+def result(peaks: dict[str, int], **changes: Any) -> Result:
+    plain = replace(
+        make_result(make_cell(ram_limit_bytes=500 * MIB, ranks=changes.pop("number", 1))),
+        baseline=Memory(100 * MIB, 60 * MIB, 40 * MIB, 0),
+        peaks=replace(PEAKS, **{f"{name}_bytes": mib * MIB for name, mib in peaks.items()}),
+        load_ns=10,
+        ready_ns=20,
+        cost=Cost(wall_ns=30),
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (result({}), ""),
+        (result({"anon_sampled": 410, "rss": 450}), "outside of its cgroup"),
+        (result({"anon_sampled": 410}, number=2, ranks=(Rank(), Rank())), ""),  # they share it
+        (result({"cgroup": 520}), "the limit was changed"),
+        (result({"anon_sampled": 320}), "the peak was reset"),
+        (result({"rss": 80, "anon_sampled": 60}), "the memory before the load"),
+        (result({}, ready_ns=31), "longer than the whole measurement"),
+    ],
+    ids=["none", "outside", "ranks", "limit", "reset", "before", "time"],
+)
+def test_a_contradiction_voids_a_result(result: Result, words: str) -> None:
+    spent_ns = max(result.ready_ns or 0, result.load_ns or 0)
+    assert result.cost
+    said = contradiction(result.cell, result.peaks, result.baseline, spent_ns, result.cost.wall_ns)
+    assert words in said and bool(words) == bool(said)
+
+
+@pytest.mark.parametrize(("size", "bound"), [(None, 5), (5, None), (104 * MIB, 100 * MIB)])
+def test_a_size_within_the_kernels_slack_is_not_beyond(size: int | None, bound: int | None) -> None:
+    assert not is_beyond(size, bound)

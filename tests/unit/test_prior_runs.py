@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_cell, make_result
+from factories import make_cell, make_result, run_of
 from pytest import MonkeyPatch
-from ran_commands import make_command, make_ran
+from ran_commands import make_command
 
 from weighin.errors import RecordError
 from weighin.probes import environment
@@ -30,15 +30,14 @@ def measured(strategy: str = "streaming", **changes: Any) -> Result:
     return replace(make_result(cell, outcome=Outcome.OK), environment=dict(HERE))
 
 
-def run(folder: Path, *results: Result) -> Path:
-    for one in results:
-        run_folder.append(folder, one)
-    return folder
+def elsewhere(**changes: Any) -> Result:
+    one = measured()
+    return replace(one, environment=one.environment | changes)
 
 
 def test_records_are_sorted_by_strategy_and_layout(tmp_path: Path) -> None:
-    run(tmp_path / "a", measured(), measured("baseline"))
-    run(tmp_path / "b", measured(format="safetensors"), measured(repeat=1))
+    run_of(tmp_path / "a", measured(), measured("baseline"))
+    run_of(tmp_path / "b", measured(format="safetensors"), measured(repeat=1))
     (tmp_path / "no run").mkdir()
     found = find([tmp_path], WANTED)
     assert {key: len(one.ok_limits) for key, one in found.items()} == {
@@ -49,39 +48,33 @@ def test_records_are_sorted_by_strategy_and_layout(tmp_path: Path) -> None:
     assert find([tmp_path / "a"], WANTED).keys() == {("streaming", "pt"), ("baseline", "pt")}
 
 
-def test_commands_do_not_count(tmp_path: Path) -> None:
-    same = replace(
-        make_command(), model=WANTED.model, dtype=WANTED.dtype, format=WANTED.format, cache="cold"
-    )
-    result = make_ran(same, environment=measured().environment)
-    assert find([run(tmp_path, result)], WANTED) == {}
-    load = replace(same, operation="load", command=())
-    assert len(find([run(tmp_path / "load", replace(result, cell=load))], WANTED)) == 1
-
-
 @pytest.mark.parametrize(
     "other",
     [
-        {"dtype": "bfloat16"},
-        {"device": "cuda"},
-        {"cache": "warm"},
-        {"options": {"threads": 1}},
-        {"model": replace(WANTED.model, kwargs={})},
-        {"operation": "save"},
-        {"vram_limit_bytes": GIB},
-        {"disk_bytes_per_s": 200_000_000},
-        {"disk_latency_ns": 5_000_000},
+        measured(dtype="bfloat16"),
+        measured(device="cuda"),
+        measured(cache="warm"),
+        measured(options={"threads": 1}),
+        measured(model=replace(WANTED.model, kwargs={})),
+        measured(operation="save"),
+        measured(vram_limit_bytes=GIB),
+        measured(disk_bytes_per_s=200_000_000),
+        measured(disk_latency_ns=5_000_000),
+        *(elsewhere(**{name: "another"}) for name in HERE),
+        measured(operation="command", command=make_command().command),
     ],
-)
-def test_other_loads_do_not_count(tmp_path: Path, other: dict[str, Any]) -> None:
-    assert find([run(tmp_path, measured(**other))], WANTED) == {}
+    ids=["dtype", "device", "cache", "options", "model", "operation", "vram", "disk", "latency", *HERE, "command"],
+)  # fmt: skip
+def test_other_loads_and_other_machines_do_not_count(tmp_path: Path, other: Result) -> None:
+    assert find([run_of(tmp_path / "other", other)], WANTED) == {}
+    assert len(find([run_of(tmp_path / "same", elsewhere(kernel="6.1"))], WANTED)) == 1
 
 
 def test_of_a_load_with_another_use_only_the_ready_time_counts(tmp_path: Path) -> None:
     use = Use(anon_sampled_bytes=8 * GIB, children_private_bytes=(GIB, GIB))
     trained = replace(measured(use="adamw"), use=use)
     killed = replace(measured(use="adamw", ram_limit_bytes=GIB), outcome=Outcome.OOM_KILLED)
-    runs = [run(tmp_path, measured(), trained, killed)]
+    runs = [run_of(tmp_path, measured(), trained, killed)]
     load = find(runs, WANTED)["streaming", "pt"]
     assert (len(load.ok_limits), load.killed_limits, len(load.ready_s[None])) == (1, [], 2)
     both = find(runs, replace(WANTED, use="adamw"))["streaming", "pt"]
@@ -90,33 +83,15 @@ def test_of_a_load_with_another_use_only_the_ready_time_counts(tmp_path: Path) -
     assert both.anon_bytes == 10 * GIB
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_other_machines_do_not_count(tmp_path: Path, name: str) -> None:
-    one = measured()
-    elsewhere = replace(one, environment=one.environment | {name: "another"})
-    assert find([run(tmp_path, elsewhere)], WANTED) == {}
-
-
-def test_a_newer_kernel_is_the_same_machine(tmp_path: Path) -> None:
-    one = measured()
-    before = replace(one, environment=one.environment | {"kernel": "6.1"})
-    assert find([run(tmp_path, before)], WANTED).keys() == {("streaming", "pt")}
-
-
-def test_a_damaged_run_among_others_is_left_out_and_named(tmp_path: Path) -> None:
-    run(tmp_path / "a", measured())
-    damaged = run(tmp_path / "b", measured())
+def test_a_damaged_run_is_left_out_and_named_and_an_error_if_it_was_named(tmp_path: Path) -> None:
+    run_of(tmp_path / "a", measured())
+    damaged = run_of(tmp_path / "b", measured())
     (damaged / run_folder.RECORDS).write_text("{}\n")
     texts: list[str] = []
     assert find([tmp_path], WANTED, texts.append).keys() == {("streaming", "pt")}
     assert [text.startswith(str(damaged / run_folder.RECORDS)) for text in texts] == [True]
-
-
-def test_a_damaged_run_that_was_named_is_an_error(tmp_path: Path) -> None:
-    folder = run(tmp_path, measured())
-    (folder / run_folder.RECORDS).write_text("{}\n")
     with pytest.raises(RecordError):
-        find([folder], WANTED)
+        find([damaged], WANTED)
 
 
 def test_what_lives_under_a_limit_lives_under_a_higher_one() -> None:
@@ -126,19 +101,16 @@ def test_what_lives_under_a_limit_lives_under_a_higher_one() -> None:
     assert Evidence(ok_limits=[None]).fits(GIB) is None
 
 
-def test_a_killed_cell_tells_its_limit_and_no_figure() -> None:
-    found = Evidence()
-    found.take(make_result(make_cell("baseline", ram_limit_bytes=GIB), outcome=Outcome.OOM_KILLED))
-    assert found == Evidence(killed_limits=[GIB])
-
-
-def test_the_largest_anonymous_peak_counts() -> None:
+def test_the_largest_anonymous_peak_counts_and_a_killed_cell_tells_its_limit_alone() -> None:
     found = Evidence()
     for anon in (3, 5, 4):
         one = measured()
         peaks = replace(one.peaks, anon_sampled_bytes=anon * GIB)
         found.take(replace(one, peaks=peaks, ready_ns=anon * 10**9))
     assert (found.anon_bytes, found.ready_s) == (5 * GIB, {None: [3.0, 5.0, 4.0]})
+    killed = Evidence()
+    killed.take(make_result(make_cell("baseline", ram_limit_bytes=GIB), outcome=Outcome.OOM_KILLED))
+    assert killed == Evidence(killed_limits=[GIB])
 
 
 def test_times_are_those_under_the_limit_that_is_asked_for() -> None:
