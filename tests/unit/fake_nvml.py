@@ -9,13 +9,16 @@ class Nvml:
     class NVMLError(Exception):
         """As pynvml's own."""
 
-    def __init__(self, processes: list[tuple[int, int | None]]) -> None:
+    def __init__(self, processes: list[tuple[int, int | None]], *, cannot_start: str = "") -> None:
+        self._cannot_start = cannot_start
         self.processes = processes
         self.running = 0
         self.uuids: list[str] = []
         self.failure = ""
 
     def nvmlInit(self) -> None:  # noqa: N802 (as NVML calls it)
+        if self._cannot_start:
+            raise self.NVMLError(self._cannot_start)
         self.running += 1
 
     def nvmlShutdown(self) -> None:  # noqa: N802

@@ -1,38 +1,57 @@
-"""The floor by bisection, against machines whose floor is known."""
+"""The floor by bisection, against machines whose floor is known: what is tried, found and said."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from factories import make_cell
+from factories import make_cell, refused
+from fakes import PlayedIsolation
 from hypothesis import given
 from hypothesis import strategies as st
+from ran_commands import make_command, settings_of
 
 from weighin.cell import Cell
+from weighin.cli.measure import share
+from weighin.isolation import cgroup
+from weighin.plan import start as plans
+from weighin.plan.task import Planned, Progress, Run
 from weighin.records import run_folder
 from weighin.records.floor import KILLED, Aim, floors, next_cell
 from weighin.records.verdict import Verdict
 from weighin.result import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Ran, Result, Stopped
-from weighin.show.findings import floor_as_dict as as_dict
+from weighin.run import runner
+from weighin.run.runner import said
+from weighin.settings.definition import Settings
 from weighin.units import GIB, MIB
 
 CELL = make_cell("streaming", ram_limit_bytes=None)
+OTHER = replace(CELL, strategy="baseline")
 Outcomes = Callable[[int, int], Outcome]
 """What comes of a limit, in bytes, and of its repeat."""
 
 
-def above(need: int) -> Outcomes:
-    return lambda limit, _: Outcome.OK if limit >= need else Outcome.OOM_KILLED
+def above(need: int, below: Outcome = Outcome.OOM_KILLED) -> Outcomes:
+    return lambda limit, _: Outcome.OK if limit >= need else below
 
 
-def lived(limit: int | None, outcome: Outcome, anon_bytes: int, repeat: int = 0) -> Result:
+def unsteady(limit: int, repeat: int) -> Outcome:
+    """At 1008 MiB it works once."""
+    works = limit > 1008 * MIB or (limit == 1008 * MIB and repeat == 0)
+    return Outcome.OK if works else Outcome.TIMEOUT
+
+
+def lived(
+    limit: int | None, outcome: Outcome, anon_bytes: int = GIB, repeat: int = 0, message: str = ""
+) -> Result:
     return Result(
         SCHEMA,
         replace(CELL, ram_limit_bytes=limit, repeat=repeat),
         outcome,
+        message,
         model_bytes=800 * MIB,
         baseline=Memory(230 * MIB, 140 * MIB, 86 * MIB, 4 * MIB),
         peaks=Peaks(rss_bytes=anon_bytes, anon_sampled_bytes=anon_bytes),
@@ -41,31 +60,57 @@ def lived(limit: int | None, outcome: Outcome, anon_bytes: int, repeat: int = 0)
     )
 
 
-def search(
-    outcomes: Outcomes, anon_bytes: int = 1000 * MIB, within: float = 0.01, highest: int = 64 * GIB
-) -> list[Result]:
+def searched(first: Result, following: Callable[[Cell], Result], aim: Aim = Aim.SURVIVES, within: float = 0.01, highest: int = 64 * GIB) -> list[Result]:  # fmt: skip
     """Search as the verb does; every step is asked for with all results so far."""
-    results = [lived(None, Outcome.OK, anon_bytes)]
-    assert next_cell(CELL, [], within, highest) == CELL
-    while cell := next_cell(CELL, results, within, highest):
-        limit = cell.ram_limit_bytes
-        assert limit is not None
-        assert 0 < limit <= highest
+    results = [first]
+    while cell := next_cell(first.cell, results, within, highest, aim):
+        assert cell.ram_limit_bytes is not None and 0 < cell.ram_limit_bytes <= highest
         assert cell.id not in {one.cell.id for one in results}
-        results.append(lived(limit, outcomes(limit, cell.repeat), anon_bytes, cell.repeat))
+        results.append(following(cell))
         assert len(results) < 60
     return results
+
+
+def search(outcomes: Outcomes, anon_bytes: int = 1000 * MIB, within: float = 0.01) -> list[Result]:
+    def following(cell: Cell) -> Result:
+        limit = cell.ram_limit_bytes or 0
+        outcome = outcomes(limit, cell.repeat)
+        message = "" if outcome is Outcome.OK else "1 tensor differs"
+        return lived(limit, outcome, anon_bytes, cell.repeat, message)
+
+    assert next_cell(CELL, [], within, 64 * GIB) == CELL
+    return searched(lived(None, Outcome.OK, anon_bytes), following, within=within)
 
 
 def limits(results: list[Result]) -> list[int]:
     return [(one.cell.ram_limit_bytes or 0) // MIB for one in results]
 
 
-def test_a_floor_where_it_was_expected_or_a_step_above_takes_six_cells() -> None:
-    assert limits(search(above(1005 * MIB))) == [0, 1008, 1000, 1008, 1008, 1109]
-    results = search(above(1010 * MIB))
-    assert limits(results) == [0, 1008, 1016, 1016, 1016, 1118]
+@pytest.mark.parametrize(
+    ("outcomes", "tried", "floor_mib", "message"),
+    [
+        (above(1005 * MIB), [0, 1008, 1000, 1008, 1008, 1109], 1008, ""),
+        (above(1010 * MIB), [0, 1008, 1016, 1016, 1016, 1118], 1016, ""),
+        (above(1100 * MIB), [0, 1008, 1016, 1024, 1040, 1072, 1136, 1104], 1104, ""),
+        (above(900 * MIB), [0, 1008, 1000, 992, 976, 944, 880, 912], 904, ""),
+        (unsteady, [0, 1008, 1000, 1008, 1016, 1016, 1016, 1118], 1016, ""),
+        (above(65 * GIB), [0, 1008, 1016], None, "fails even under 64.000 GiB"),
+        *((above(1005 * MIB, outcome), [0, 1008, 1000], None, f"{outcome} under 1000MiB: 1 tensor differs")
+          for outcome in (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.CUDA_OOM)),
+    ],
+    ids=["expected", "a step above", "far above", "far below", "works once", "fails everywhere", "wrong weights", "fails", "full GPU"],
+)  # fmt: skip
+def test_which_limits_are_tried_and_what_is_found(
+    outcomes: Outcomes, tried: list[int], floor_mib: int | None, message: str
+) -> None:
+    results = search(outcomes)
+    assert limits(results)[: len(tried)] == tried
     (floor,) = floors(results)
+    assert (floor.bytes, floor.message) == (floor_mib and floor_mib * MIB, message)
+
+
+def test_a_floor_has_its_figures() -> None:
+    (floor,) = floors(search(above(1010 * MIB)))
     assert (floor.bytes, floor.step_bytes) == (1016 * MIB, 8 * MIB)
     assert (floor.passed, floor.failed, floor.cells, floor.message) == (3, 1, 6, "")
     assert floor.import_bytes == 144 * MIB
@@ -73,11 +118,6 @@ def test_a_floor_where_it_was_expected_or_a_step_above_takes_six_cells() -> None
     assert floor.at_floor.judgement.verdict is Verdict.SURVIVES
     assert floor.with_room and floor.with_room.result.cell.ram_limit_bytes == 1118 * MIB
     assert floor.unlimited and floor.unlimited.judgement is None
-
-
-def test_a_floor_far_above_and_far_below_is_found_by_longer_steps() -> None:
-    assert limits(search(above(1100 * MIB)))[:8] == [0, 1008, 1016, 1024, 1040, 1072, 1136, 1104]
-    assert limits(search(above(900 * MIB)))[:8] == [0, 1008, 1000, 992, 976, 944, 880, 912]
 
 
 @given(
@@ -88,7 +128,7 @@ def test_a_floor_far_above_and_far_below_is_found_by_longer_steps() -> None:
 def test_every_floor_is_found_to_within_what_was_asked(
     need: int, expected: int, within: float
 ) -> None:
-    (floor,) = floors(search(above(need), expected, within, 64 * GIB))
+    (floor,) = floors(search(above(need), expected, within))
     if floor.bytes is None:
         assert floor.message.startswith("works even under")
         assert need <= 8 * MIB
@@ -99,53 +139,22 @@ def test_every_floor_is_found_to_within_what_was_asked(
     assert (floor.passed, floor.failed) == (3, 1)
 
 
-def test_a_limit_that_works_once_and_fails_then_is_below_the_floor() -> None:
-    def unsteady(limit: int, repeat: int) -> Outcome:
-        works = limit > 1008 * MIB or (limit == 1008 * MIB and repeat == 0)
-        return Outcome.OK if works else Outcome.TIMEOUT
-
-    results = search(unsteady)
-    assert limits(results) == [0, 1008, 1000, 1008, 1016, 1016, 1016, 1118]
-    (floor,) = floors(results)
-    assert (floor.bytes, floor.failed) == (1016 * MIB, 1)
-
-
-def test_what_fails_everywhere_has_no_floor() -> None:
-    (floor,) = floors(search(above(65 * GIB)))
-    assert (floor.bytes, floor.message) == (None, "fails even under 64.000 GiB")
-
-
 def test_what_fails_without_a_limit_is_not_searched() -> None:
-    wrong = replace(lived(None, Outcome.WRONG_WEIGHTS, MIB), message="1 tensor differs")
+    wrong = lived(None, Outcome.WRONG_WEIGHTS, message="1 tensor differs")
     assert next_cell(CELL, [wrong], 0.01, GIB) is None
     (floor,) = floors([wrong])
     assert floor.message == "wrong_weights without a limit: 1 tensor differs"
 
 
-@pytest.mark.parametrize(
-    "outcome", [Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.CUDA_OOM]
-)
-def test_what_is_not_about_memory_ends_the_search_and_bounds_no_floor(outcome: Outcome) -> None:
-    def broken(limit: int, _: int) -> Outcome:
-        return Outcome.OK if limit >= 1005 * MIB else outcome
-
-    results = search(broken)
-    assert limits(results) == [0, 1008, 1000]
-    results[-1] = replace(results[-1], message="1 tensor differs")
-    (floor,) = floors(results)
-    assert floor.bytes is None
-    assert floor.message == f"{outcome} under 1000MiB: 1 tensor differs"
+def test_an_interrupted_search_goes_on_where_it_was() -> None:
+    whole = search(above(1100 * MIB))
+    for done in range(1, len(whole)):
+        assert next_cell(CELL, whole[:done], 0.01, 64 * GIB) == whole[done].cell
+        floor = floors(whole[:done])[0]
+        assert bool(floor.message) == (done < len(whole) - 1)
 
 
-def test_the_published_floors_say_which_rest_on_thrashing() -> None:
-    root = Path(__file__).parents[2] / "results" / "published"
-    runs = ["gpt2-medium-floors", "gpt2-medium-floors-again", "gpt2-medium-floors-cgroup", "gpt2-xl-floors"]  # fmt: skip
-    ends = [
-        {one.cell.strategy: one.below for one in floors(run_folder.read(root / run).results)}
-        for run in runs
-    ]
-    assert [found.pop("mmap_assign") for found in ends] == ["thrashes"] * 4
-    assert {end for found in ends for end in found.values()} == {"killed"}
+# -- mapped loads
 
 
 def mapped(
@@ -182,15 +191,16 @@ def mapped(
 
 
 def search_mapped(aim: Aim) -> list[Result]:
-    results = [mapped(None)]
-    while cell := next_cell(results[0].cell, results, 0.01, 4 * GIB, aim):
-        results.append(mapped(cell.ram_limit_bytes, cell.repeat, aim))
-        assert len(results) < 40
-    return results
+    def following(cell: Cell) -> Result:
+        return mapped(cell.ram_limit_bytes, cell.repeat, aim)
+
+    return searched(mapped(None), following, aim, highest=4 * GIB)
 
 
 def test_a_search_goes_on_to_the_limit_that_a_mapped_load_survives() -> None:
-    (floor,) = floors(search_mapped(Aim.SURVIVES))
+    results = search_mapped(Aim.SURVIVES)
+    assert limits(results) == [0, 280, 288, 288, 288, 317]
+    (floor,) = floors(results)
     assert (floor.bytes, floor.aim) == (288 * MIB, Aim.SURVIVES)
     assert (floor.below, floor.passed, floor.step_bytes) == ("thrashes", 3, 8 * MIB)
     assert floor.at_floor and floor.at_floor.judgement
@@ -199,7 +209,6 @@ def test_a_search_goes_on_to_the_limit_that_a_mapped_load_survives() -> None:
 
 
 def test_a_search_begins_where_the_pages_in_reading_fit_beside_a_mapped_model() -> None:
-    assert limits(search_mapped(Aim.SURVIVES)) == [0, 280, 288, 288, 288, 317]
     unlimited = mapped(None, read_ahead_bytes=128 * 1024)
     first = next_cell(unlimited.cell, [unlimited], 0.01, 4 * GIB)
     assert first and first.ram_limit_bytes == 248 * MIB
@@ -214,71 +223,28 @@ def test_the_limit_under_which_a_mapped_load_ends_is_found_if_it_is_asked_for() 
     assert floor.at_floor.judgement.verdict is Verdict.THRASHES
 
 
-def test_an_interrupted_search_goes_on_where_it_was() -> None:
-    whole = search(above(1100 * MIB))
-    for done in range(1, len(whole)):
-        assert next_cell(CELL, whole[:done], 0.01, 64 * GIB) == whole[done].cell
-        floor = floors(whole[:done])[0]
-        assert bool(floor.message) == (done < len(whole) - 1)
+# -- commands
 
 
-def test_a_floor_for_programs_is_in_bytes_and_nanoseconds() -> None:
-    (floor,) = floors(search(above(1010 * MIB)))
-    found = as_dict(floor)
-    model = found["model_bytes"]
-    assert found == {
-        "strategy": "streaming", "model": "gpt2-xl", "isolation": "docker", "device": "cpu",
-        "dtype": "float32", "format": "pt", "use": "forward", "options": {}, "environment": {},
-        "floor_bytes": 1016 * MIB, "message": "", "step_bytes": 8 * MIB,
-        "below": "killed", "aim": "survives", "passed": 3, "failed": 1,
-        "model_bytes": model, "import_bytes": 144 * MIB,
-        "floor_per_model": 1016 * MIB / model, "above_import_per_model": 872 * MIB / model,
-        "cells": 6,
-        "unlimited": {
-            "limit_bytes": None, "ready_ns": 10**9, "times": None, "verdict": None, "reason": "",
-        },
-        "at_floor": {
-            "limit_bytes": 1016 * MIB, "ready_ns": 10**9, "times": 1.0,
-            "verdict": "survives",
-            "reason": found["at_floor"]["reason"],
-        },
-        "with_room": {
-            "limit_bytes": 1118 * MIB, "ready_ns": 10**9, "times": 1.0,
-            "verdict": "survives",
-            "reason": found["with_room"]["reason"],
-        },
-    }  # fmt: skip
-
-
-def of_command(
-    limit: int | None,
-    outcome: Outcome,
-    needed_bytes: int,
-    repeat: int = 0,
-    isolation: str = "cgroup",
-) -> Result:
-    cell = Cell.of_command("x", ("./x",), isolation, ram_limit_bytes=limit, repeat=repeat)
-    return Result(
-        SCHEMA,
-        cell,
-        outcome,
+def search_command(need: int, guess: int, isolation: str = "cgroup") -> list[Result]:
+    def result(cell: Cell, needed_bytes: int) -> Result:
+        lives = cell.ram_limit_bytes is None or cell.ram_limit_bytes >= need
         # All page cache, which is not needed.
-        peaks=Peaks(cgroup_bytes=needed_bytes + 4 * GIB, unreclaimable_sampled_bytes=1),
-        ready_ns=10**9,
-        ran=Ran(pid=1, needed_bytes=needed_bytes),
-    )
+        peaks = Peaks(cgroup_bytes=needed_bytes + 4 * GIB, unreclaimable_sampled_bytes=1)
+        outcome, ran = (
+            Outcome.OK if lives else Outcome.OOM_KILLED,
+            Ran(1, needed_bytes=needed_bytes),
+        )
+        return Result(SCHEMA, cell, outcome, peaks=peaks, ready_ns=10**9, ran=ran)
+
+    first = result(Cell.of_command("x", ("./x",), isolation), guess)
+    return searched(first, lambda cell: result(cell, need))
 
 
 @given(need=st.integers(3 * MIB, 40 * GIB), missed=st.floats(0.7, 1.3))
 def test_the_floor_of_a_command_is_searched_near_what_it_needed(need: int, missed: float) -> None:
-    results = [of_command(None, Outcome.OK, int(need * missed))]
-    cell = results[0].cell
-    while found := next_cell(cell, results, 0.01, 64 * GIB):
-        limit = found.ram_limit_bytes
-        assert limit
-        outcome = Outcome.OK if limit >= need else Outcome.OOM_KILLED
-        results.append(of_command(limit, outcome, need, found.repeat))
-        assert len(results) < 30
+    results = search_command(need, int(need * missed))
+    assert len(results) < 30
     (floor,) = floors(results)
     assert floor.bytes
     assert need <= floor.bytes <= need + max(2 * MIB, need // 50)
@@ -288,9 +254,87 @@ def test_the_floor_of_a_command_is_searched_near_what_it_needed(need: int, misse
 def test_a_command_that_needs_next_to_nothing_works_under_the_least_limit(
     isolation: str, least: int
 ) -> None:
-    results = [of_command(None, Outcome.OK, 300_000, isolation=isolation)]
-    while found := next_cell(results[0].cell, results, 0.01, 64 * GIB):
-        limit = found.ram_limit_bytes
-        results.append(of_command(limit, Outcome.OK, 300_000, found.repeat, isolation))
+    results = search_command(300_000, 300_000, isolation)
     assert results[-1].cell.ram_limit_bytes == least
     assert floors(results)[0].message == f"works even under {least // MIB}.000 MiB"
+
+
+# -- the verb
+
+
+def searching(*cells: Cell, skip: str = "", **settings: Any) -> Run:
+    planned = [Planned(cell) for cell in cells or (CELL,)]
+    planned[0] = replace(planned[0], skip=skip)
+    usual: dict[str, Any] = {"within": 0.01, "aim": Aim.SURVIVES}
+    chosen = Settings().model_copy(update=usual | settings)
+    return Run(Path("run"), planned, PlayedIsolation([]), chosen)
+
+
+def test_floors_are_found_one_after_the_other_and_each_step_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results: list[Result] = []
+    told: list[str] = []
+
+    def run(task: Run, _: Progress, following: Any) -> list[Result]:
+        while (planned := following(results)) is not None:
+            limit = planned.cell.ram_limit_bytes
+            outcome = above(1010 * MIB)(limit or GIB, 0)
+            outcome = Outcome.SKIPPED if planned.skip else outcome
+            one = lived(limit, outcome, 1000 * MIB, planned.cell.repeat)
+            results.append(replace(one, cell=planned.cell))
+        return results
+
+    monkeypatch.setattr(cgroup, "ram_bytes", lambda _: (64 * GIB, 64 * GIB))
+    monkeypatch.setattr(runner, "run", run)
+    task = searching(replace(CELL, strategy="broken"), CELL, OTHER, skip="no")
+    assert runner.search(task, Progress(narrowed=told.append)) is results
+    strategies = [one.cell.strategy for one in results]
+    assert strategies == ["broken"] + ["streaming"] * 6 + ["baseline"] * 6
+    assert limits(results) == [0] + 2 * [0, 1008, 1016, 1016, 1016, 1118]
+    assert len(told) == 12  # after each cell of a search
+    assert told[0] == "floor of streaming: not known yet"
+    assert told[1] == "floor of streaming: above 1008.000 MiB"
+    assert told[5].startswith("floor of streaming: above 1008.000 MiB, at most 1016.000 MiB")
+    assert told[-1].startswith("floor of baseline: ")
+
+
+FIRST = lived(None, Outcome.OK)
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        ([], "floor of streaming: not known yet"),
+        ([FIRST], "floor of streaming: not known yet"),
+        ([FIRST, lived(GIB, Outcome.OOM_KILLED)], "floor of streaming: above 1.000 GiB"),
+        ([FIRST, lived(GIB, Outcome.OK)], "floor of streaming: at most 1.000 GiB"),
+        (search(above(1010 * MIB))[:4], "floor of streaming: above 1008.000 MiB, at most 1016.000 MiB"),
+        ([lived(None, Outcome.WRONG_WEIGHTS, message="odd")], "no floor for streaming: wrong_weights without a limit: odd"),
+    ],
+    ids=["nothing", "first", "killed", "ok", "both", "wrong"],
+)  # fmt: skip
+def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> None:
+    assert said(Planned(CELL), results, Aim.SURVIVES) == words
+
+
+def test_a_step_must_be_a_share_of_the_floor() -> None:
+    assert (share("1%"), share("0.01"), share("10%")) == (0.01, 0.01, 0.1)
+    for within in ("0", "-1%", "10.01%", "abc", "nan%"):
+        assert refused(share, within).startswith(f"--within: '{within}' is no share between 0% and")
+
+
+def test_only_a_search_is_resumed_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cell = make_command()
+    for name, within in (("search", 0.01), ("run", None)):
+        run_folder.write_plan(Path(name), [cell], settings_of(cell, within=within).as_json())
+    resumed = plans.resume(Path("search"), trusted=True, search=True)
+    assert resumed.settings.within == 0.01
+    assert refused(plans.resume, Path("run"), trusted=True, search=True) == (
+        "run contains a run that is no search for floors\nto resume it: weighin run --resume run"
+    )
+    assert refused(plans.resume, Path("search"), trusted=True) == (
+        "search contains a search for floors (weighin floor)\nto resume it: weighin floor"
+        " --resume search"
+    )

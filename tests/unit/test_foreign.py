@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_result
+from factories import make_result, refused
 
 from weighin.errors import CheckpointError, ConfigError, RecordError
 from weighin.files import parse_json, read_bytes
@@ -18,13 +18,14 @@ from weighin.stream.pretrained_folder import read_folder
 from weighin.worker.phases import named_by_strategy
 
 DEEP = "[" * 100_000 + "]" * 100_000
+TOO_DEEP = "[" * 101 + "]" * 101
 LONG = "9" * 6000
 
 
-@pytest.mark.parametrize("text", [DEEP, "[" * 300_000, LONG, "[" * 101 + "]" * 101, "NaN"])
-def test_a_json_text_beyond_the_bounds_is_a_value_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"nested|digits|NaN"):
-        parse_json(text)
+def test_a_json_text_beyond_the_bounds_is_a_value_error() -> None:
+    for text in (DEEP, "[" * 300_000, LONG, TOO_DEEP, "NaN"):
+        with pytest.raises(ValueError, match=r"nested|digits|NaN"):
+            parse_json(text)
 
 
 @pytest.mark.parametrize(
@@ -41,13 +42,16 @@ def test_a_record_or_plan_beyond_the_bounds_is_damaged(
 ) -> None:
     (tmp_path / "records.jsonl").write_text("")
     (tmp_path / name).write_text(text + "\n")
-    with pytest.raises(RecordError) as raised:
-        run_folder.read(tmp_path)
-    assert "not JSON" in raised.value.message
-    assert len(raised.value.message) < 500
+    told = refused(run_folder.read, tmp_path)
+    assert "not JSON" in told
+    assert len(told) < 1000
 
 
-@pytest.mark.parametrize("text", ["a: &x [*x]", f"a: {DEEP}", f"a: {LONG}", "a: 2026-99-99"])
+@pytest.mark.parametrize(
+    "text",
+    ["a: &x [*x]", f"a: {DEEP}", f"a: {LONG}", "a: 2026-99-99"],
+    ids=["circle", "depth", "digits", "date"],
+)
 def test_yaml_beyond_the_bounds_is_a_config_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "suite.yaml"
     path.write_text(text)
@@ -56,43 +60,13 @@ def test_yaml_beyond_the_bounds_is_a_config_error(tmp_path: Path, text: str) -> 
     assert len(raised.value.message) < 500
 
 
-def test_a_fifo_is_no_file_of_records_or_suite(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "records.jsonl")
+def test_a_fifo_is_no_file_of_records_or_suite_or_model_and_does_not_hang(tmp_path: Path) -> None:
+    for name in ("records.jsonl", "config.json", "model.safetensors.index.json"):
+        os.mkfifo(tmp_path / name)
     with pytest.raises(RecordError, match="not a regular file"):
         run_folder.read(tmp_path)
     with pytest.raises(ConfigError, match="not a regular file"):
         read_mapping(tmp_path / "records.jsonl")
-    (tmp_path / "long").write_bytes(b"12345")
-    with pytest.raises(OSError, match="longer than 0 MiB"):
-        read_bytes(tmp_path / "long", 4)
-
-
-@pytest.mark.parametrize("name", [*OURS, 7, None, "", "a\x1bc", "\0", "x" * 65, "<b>", "-x"])
-def test_a_strategy_cannot_use_a_name_of_ours_or_an_unsafe_name(name: object) -> None:
-    with pytest.raises(ValueError, match="phase "):
-        named_by_strategy(name)
-
-
-def test_a_strategy_can_name_its_phases_as_it_likes() -> None:
-    assert named_by_strategy("read layer 1.5 (fp8)") == "read layer 1.5 (fp8)"
-
-
-def test_a_record_that_the_reader_would_refuse_is_a_failed_measurement(tmp_path: Path) -> None:
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"load_ns": -5}, "load_ns: impossible value -5"),
-        ({"load_ns": 7, "ready_ns": 6}, "ready_ns: less than load_ns"),
-        ({"message": 7}, "Expected `str`, got `int` - at `$.message`"),
-    ]
-    appended = [run_folder.append(tmp_path, replace(make_result(), **one)) for one, _ in refused]
-    for one, (_, message) in zip(appended, refused, strict=True):
-        assert one.outcome is Outcome.MEASUREMENT_FAILED
-        assert one.message == f"the measured process reported an impossible figure: {message}"
-    assert list(run_folder.read(tmp_path).results) == appended
-
-
-def test_a_fifo_among_the_files_of_a_model_does_not_hang(tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors.index.json"):
-        os.mkfifo(tmp_path / name)
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read: not a regular file"):
         read_folder(tmp_path)
     with pytest.raises(CheckpointError, match=r"index\.json: cannot be read: not a regular file"):
@@ -100,12 +74,36 @@ def test_a_fifo_among_the_files_of_a_model_does_not_hang(tmp_path: Path) -> None
     (tmp_path / "pipeline").mkdir()
     os.mkfifo(tmp_path / "pipeline" / "model_index.json")
     assert no_model(tmp_path / "pipeline").message.startswith(f"{tmp_path}/pipeline")
+    (tmp_path / "long").write_bytes(b"12345")
+    with pytest.raises(OSError, match="longer than 0 MiB"):
+        read_bytes(tmp_path / "long", 4)
+
+
+def test_a_strategy_cannot_use_a_name_of_ours_or_an_unsafe_name() -> None:
+    for name in (*OURS, 7, None, "", "a\x1bc", "\0", "x" * 65, "<b>", "-x"):
+        with pytest.raises(ValueError, match="phase "):
+            named_by_strategy(name)
+    assert named_by_strategy("read layer 1.5 (fp8)") == "read layer 1.5 (fp8)"
+
+
+def test_a_record_that_the_reader_would_refuse_is_a_failed_measurement(tmp_path: Path) -> None:
+    impossible: list[tuple[dict[str, Any], str]] = [
+        ({"load_ns": -5}, "load_ns: impossible value -5"),
+        ({"load_ns": 7, "ready_ns": 6}, "ready_ns: less than load_ns"),
+        ({"message": 7}, "Expected `str`, got `int` - at `$.message`"),
+    ]
+    appended = [run_folder.append(tmp_path, replace(make_result(), **one)) for one, _ in impossible]
+    assert [(one.outcome, one.message) for one in appended] == [
+        (Outcome.MEASUREMENT_FAILED, f"the measured process reported an impossible figure: {said}")
+        for _, said in impossible
+    ]
+    assert list(run_folder.read(tmp_path).results) == appended
 
 
 def test_a_models_configuration_may_hold_infinities_but_no_depth(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity]}')
     assert read_folder(tmp_path).config["time_step_limit"] == [0.0, float("inf")]
-    (tmp_path / "config.json").write_text(f'{{"a": {"[" * 101 + "]" * 101}}}')
+    (tmp_path / "config.json").write_text(f'{{"a": {TOO_DEEP}}}')
     with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
         read_folder(tmp_path)

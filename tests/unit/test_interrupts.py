@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import DONE, JOB, FakeRunning, measure
+from fakes import DONE, JOB, PlayedIsolation, measure
 
 from weighin import child_process
 from weighin.errors import Interrupted
@@ -120,24 +120,23 @@ def test_a_run_in_a_command_stops_as_a_run_and_the_command_cleans_up_in_peace() 
 def test_a_cell_that_is_stopped_is_closed_to_the_end(step: str, tmp_path: Path) -> None:
     done: list[str] = []
 
-    class Running(FakeRunning):
-        def close(self) -> None:
-            if step == "close":
-                stop()
-            super().close()
-            done.append("closed")
-
-    class Isolation:
-        name = "process"
-
-        def start(self, *_: Any) -> Running:
+    class Isolation(PlayedIsolation):
+        def start(self, *arguments: Any) -> Any:
             if step == "start":
                 stop()
             done.append("started")
-            return Running([*DONE[:3], stop, *DONE[3:]] if step == "run" else [*DONE])
+            running = super().start(*arguments)
+            running.close = self.close
+            return running
 
+        def close(self) -> None:
+            if step == "close":
+                stop()
+            done.append("closed")
+
+    script: list[Any] = [*DONE[:3], stop, *DONE[3:]] if step == "run" else [*DONE]
     with pytest.raises(Interrupted), interrupts.stoppable():
-        measure(Isolation(), tmp_path, JOB, [], None)
+        measure(Isolation(script), tmp_path, JOB, [], None)
     assert done == ["started", "closed"]
 
 

@@ -1,17 +1,18 @@
 """A run of loads or saves: its checkpoints, its first worker, and what each cell gets."""
 
-import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fakes
 import pytest
+from factories import refused
 from fakes import BASELINE, DONE, LOADED, PlayedIsolation, begin, failed, memory, ready
 
 from weighin import slow_disk
 from weighin.checkpoint import cache, staging
-from weighin.errors import CheckpointError, FormatLimit, HarnessError, IsolationUnavailable
+from weighin.errors import CheckpointError, FormatLimit, IsolationUnavailable
 from weighin.plan.start import start
 from weighin.plan.task import Progress, Run
 from weighin.probes import page_cache
@@ -51,10 +52,7 @@ class Told:
         self.started: list[str] = []
         self.finished: list[Result] = []
         self.phases: list[str] = []
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(
+        self.progress = Progress(
             preparing=lambda text, _share: self.lines.append(text),
             starting=lambda cell: self.started.append(cell.strategy),
             phase=self.phases.append,
@@ -75,9 +73,17 @@ def jobs_of(run: Run) -> list[Any]:
 
 
 def complaint(run: Run) -> str:
-    with pytest.raises(HarnessError) as caught:
-        runner.run(run, Progress())
-    return str(caught.value)
+    return refused(runner.run, run, Progress())
+
+
+def outcomes(results: Sequence[Result]) -> list[tuple[str, str]]:
+    return [(each.outcome, each.message) for each in results]
+
+
+def changed(run: Run, **cell: Any) -> Run:
+    """The run of one cell with another limit, ranks or cache."""
+    (planned,) = run.planned
+    return replace(run, planned=[replace(planned, cell=replace(planned.cell, **cell))])
 
 
 def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -> None:
@@ -114,13 +120,11 @@ def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -
 
 
 def test_the_first_worker_has_no_limit_and_a_cold_load() -> None:
-    run = asked(BASELINE, DONE)
-    (planned,) = run.planned
-    cell = replace(planned.cell, ram_limit_bytes=400 * MIB, cache="warm", ranks=2)
-    runner.run(replace(run, planned=[replace(planned, cell=cell)]), Progress())
+    run = changed(asked(BASELINE, DONE), ram_limit_bytes=400 * MIB, cache="warm", ranks=2)
+    runner.run(run, Progress())
     probe, job = jobs_of(run)
-    assert probe.cell == replace(cell, ram_limit_bytes=None, cache="cold", ranks=1)
-    assert job.cell == cell
+    assert job.cell == run.planned[0].cell
+    assert probe.cell == replace(job.cell, ram_limit_bytes=None, cache="cold", ranks=1)
 
 
 def test_the_test_of_a_worker_checks_the_limits_of_other_machines_cells_too() -> None:
@@ -137,64 +141,38 @@ def test_a_run_that_was_tested_before_starts_no_worker_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "limit", "said"),
-    [
-        (1, 250 * MIB, ""),
-        (1, 250 * MIB - 1, " ({})"),
-        (3, 750 * MIB, ""),
-        (3, 750 * MIB - 1, " ({})"),
-    ],
+    ("ranks", "import_mib", "least"), [(1, 250, "500.000 MiB"), (3, 750, "1.465 GiB")]
 )
-def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said: str) -> None:
+def test_a_limit_below_that_of_an_import_is_refused(
+    ranks: int, import_mib: int, least: str
+) -> None:
     """The baseline has 200 MiB of anonymous and 50 MiB of shared memory; page cache does not count."""
-    imported = fakes.event(
-        "baseline",
-        baseline_ns=1,
-        baseline=memory(300, shmem_bytes=50 * MIB),
-    )
-    run = asked([imported], DONE)
-    (planned,) = run.planned
-    cell = replace(planned.cell, ram_limit_bytes=limit, ranks=ranks)
-    run = replace(run, planned=[replace(planned, cell=cell)])
-    if not said:
-        Loads(run, run.planned, Progress())
-        return
-    need = f"{250 * ranks}.000 MiB"
-    assert complaint(run) == (
-        f"--ram {limit}B is less than `import torch` alone needs here{said.format(need)}\n"
-        f"give at least {'500.000 MiB' if ranks == 1 else '1.465 GiB'} plus the size of the weights"
+    before = memory(300, shmem_bytes=50 * MIB)
+    first = [fakes.event("baseline", baseline_ns=1, baseline=before)]
+    run = asked(first, first, DONE)
+    enough = changed(run, ram_limit_bytes=import_mib * MIB, ranks=ranks)
+    Loads(enough, enough.planned, Progress())
+    limit = import_mib * MIB - 1
+    assert complaint(changed(run, ram_limit_bytes=limit, ranks=ranks)) == (
+        f"--ram {limit}B is less than `import torch` alone needs here ({import_mib}.000 MiB)\n"
+        f"give at least {least} plus the size of the weights"
     )
     assert not run.folder.exists()
+
+
+NOTHING = "nothing can be measured under --isolation process:"
 
 
 @pytest.mark.parametrize(
     ("script", "stderr", "said"),
     [
-        (
-            [begin("import")],
-            b"",
-            "nothing can be measured under --isolation process: the measured process ended with"
-            " exit code 0 in phase 'import'",
-        ),
-        (
-            [begin("import")],
-            b"first\nImportError: no torch\n",
-            "nothing can be measured under --isolation process: the measured process ended with"
-            " exit code 0 in phase 'import': ImportError: no torch",
-        ),
-        (
-            [failed("measurement_failed", "before the load: no torch")],
-            b"",
-            "nothing can be measured: before the load: no torch",
-        ),
-        (
-            [TimeoutError],
-            b"",
-            "nothing can be measured under --isolation process: still running after 0.4 s, before its"
-            " first phase",
-        ),
+        ([begin("import")], b"", f"{NOTHING} the measured process ended with exit code 0 in phase 'import'"),
+        ([begin("import")], b"first\nImportError: no torch\n", f"{NOTHING} the measured process ended with exit code 0 in phase 'import': ImportError: no torch"),
+        ([failed("measurement_failed", "before the load: no torch")], b"", "nothing can be measured: before the load: no torch"),
+        ([TimeoutError], b"", f"{NOTHING} still running after 0.4 s, before its first phase"),
     ],
-)
+    ids=["ends", "ends with an error", "fails", "hangs"],
+)  # fmt: skip
 def test_a_first_worker_that_fails_stops_the_run(
     monkeypatch: pytest.MonkeyPatch, script: list[Any], stderr: bytes, said: str
 ) -> None:
@@ -224,8 +202,7 @@ def test_a_cell_that_is_skipped_has_its_reason_and_the_machine() -> None:
     reasons = ["broken", "", "also broken"]
     planned = [replace(one, skip=why) for one, why in zip(run.planned, reasons, strict=True)]
     results = runner.run(replace(run, planned=planned), Progress())
-    assert [each.outcome for each in results] == [Outcome.SKIPPED, Outcome.OK, Outcome.SKIPPED]
-    assert [each.message for each in results] == ["broken", "", "also broken"]
+    assert outcomes(results) == [("skipped", "broken"), ("ok", ""), ("skipped", "also broken")]
     assert results[0].environment["isolation"] == {"engine": "played"}
     assert [job.cell.strategy for job in jobs_of(run)] == ["sequential", "sequential"]
 
@@ -321,8 +298,10 @@ def test_the_packages_of_a_strategy_are_in_the_record() -> None:
     assert "packages" not in without.environment
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, *formats: str) -> None:
-    """Let these formats hold no model."""
+@pytest.mark.parametrize("formats", [["safetensors"], ["safetensors", "pt"]], ids=["one", "all"])
+def test_a_format_that_cannot_hold_the_model_is_skipped_unless_all_cannot(
+    monkeypatch: pytest.MonkeyPatch, formats: list[str]
+) -> None:
     ensure = cache.ensure
 
     def ensured(model: Any, fmt: str, **options: Any) -> Any:
@@ -331,24 +310,12 @@ def refuse(monkeypatch: pytest.MonkeyPatch, *formats: str) -> None:
         return ensure(model, fmt, **options)
 
     monkeypatch.setattr(cache, "ensure", ensured)
-
-
-def test_a_format_that_cannot_hold_the_model_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     run = asked(BASELINE, DONE, strategies="streaming", format=["safetensors", "pt"])
-    refuse(monkeypatch, "safetensors")
-    results = runner.run(run, Progress())
-    assert [(each.outcome, each.message) for each in results] == [
-        (Outcome.SKIPPED, "safetensors cannot hold it"),
-        (Outcome.OK, ""),
-    ]
-
-
-def test_a_run_whose_formats_all_cannot_hold_the_model_stops(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = asked(DONE, strategies="streaming", format=["safetensors", "pt"])
-    refuse(monkeypatch, "safetensors", "pt")
-    assert complaint(run) == "safetensors cannot hold it\nchoose another"
+    if len(formats) == 2:
+        assert complaint(run) == "safetensors cannot hold it\nchoose another"
+    else:
+        told = outcomes(runner.run(run, Progress()))
+        assert told == [("skipped", "safetensors cannot hold it"), ("ok", "")]
 
 
 def test_a_run_on_slow_disks_needs_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,14 +345,3 @@ def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> Non
     assert complaint(run) == "gone\nstart it"
     (result,) = run_folder.read(run.folder).results
     assert result.cell.strategy == "baseline"
-
-
-def test_a_signal_during_a_cell_stops_the_run_after_its_record() -> None:
-    script: list[Any] = [
-        *LOADED,
-        lambda: signal.raise_signal(signal.SIGTERM),
-        ready(),
-        fakes.done(),
-    ]
-    run = asked(BASELINE, script, strategies=["baseline", "sequential"])
-    assert complaint(run) == "stopped; nothing is left running"

@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 from factories import planned
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from weighin.stream.pretrained_folder import BUILDER
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB
+
+NONE: dict[str, Any] = {}  # options
 
 
 def info(
@@ -42,25 +45,10 @@ def test_repeats_are_interleaved() -> None:
 
 
 def test_strategies_follow_each_other_under_one_limit_then_comes_the_next() -> None:
-    found = cells_of(
-        models=(model("m"), model("n")),
-        strategies=((info("a"), {}), (info("b"), {})),
-        ram=[GIB, None],
-    )
+    models, two = (model("m"), model("n")), ((info("a"), NONE), (info("b"), NONE))
+    found = cells_of(models=models, strategies=two, ram=[GIB, None])
     order = [(p.cell.model.name, p.cell.ram_limit_bytes, p.cell.strategy) for p in found]
-    assert order == [
-        ("m", GIB, "a"), ("m", GIB, "b"), ("m", None, "a"), ("m", None, "b"),
-        ("n", GIB, "a"), ("n", GIB, "b"), ("n", None, "a"), ("n", None, "b"),
-    ]  # fmt: skip
-
-
-def test_a_strategy_for_ranks_has_no_cell_of_one_rank_beside_those_of_several() -> None:
-    shares = replace(info("s"), shares_load=True)
-    found = cells_of(strategies=((info("a"), {}), (shares, {})), ranks=[1, 2])
-    cells = [(one.cell.strategy, one.cell.ranks, one.skip) for one in found]
-    assert cells == [("a", 1, ""), ("a", 2, ""), ("s", 2, "")]
-    (alone,) = cells_of(strategies=((shares, {}),))
-    assert alone.skip == "s divides a load: it needs --ranks 2 or more"
+    assert order == [(name, ram, each) for name in "mn" for ram in (GIB, None) for each in "ab"]
 
 
 def test_a_cell_has_all_that_the_suite_says() -> None:
@@ -77,21 +65,56 @@ def test_a_cell_has_all_that_the_suite_says() -> None:
     assert found.skip == ""
 
 
-def test_a_strategy_that_does_not_load_to_the_device_is_skipped_with_the_reason() -> None:
-    found = cells_of(
-        strategies=((info("a"), {}), (info("b", ("cpu", "cuda")), {})), device="cuda:1"
+BERT = {"architecture": "BertModel"}
+BUILT_IN = ModelSpec("minilm", BUILDER, BERT | {"config": {}})
+FOLDER = ModelSpec("mine", BUILDER, BERT | {"config": {"architectures": ["BertModel"]}})
+FOLDERS = replace(info("a"), pretrained="transformers")
+NO_FOLDER = "a loads Hugging Face folders only"
+SHARES = replace(info("s"), shares_load=True)
+SEVERAL = info("a", formats=("pt", "dcp", "per_param"))
+ABSENT = replace(registry.strategy("instanttensor"), packages=("not-on-any-index",))
+
+
+@pytest.mark.parametrize(
+    ("strategies", "options", "cells"),
+    [
+        ([info("a"), info("b", ("cpu", "cuda"))], {"device": "cuda:1"}, ["a pt x1: a does not load to cuda", "b pt x1: "]),
+        ([FOLDERS], {"models": (BUILT_IN, FOLDER, model("m"))}, [f"a pt x1: {NO_FOLDER}", "a pt x1: ", f"a pt x1: {NO_FOLDER}"]),
+        ([SHARES], {}, ["s pt x1: s divides a load: it needs --ranks 2 or more"]),
+        ([info("a"), SHARES], {"ranks": [1, 2]}, ["a pt x1: ", "a pt x2: ", "s pt x2: "]),
+        ([SEVERAL, info("b")], {"format": ["per_param", "dcp"]}, ["a per_param x1: ", "a dcp x1: ", "b per_param x1: b does not read per_param, only pt"]),
+        ([info("a")], {"operation": "save", "device": "cuda"}, ["a pt x1: a does not save from cuda"]),
+        ([info("a")], {"operation": "save", "format": ["dcp"]}, ["a dcp x1: a does not write dcp, only pt"]),
+        ([ABSENT], {}, ["instanttensor safetensors x1: instanttensor does not load to cpu"]),
+    ],
+    ids=["device", "folders", "alone", "ranks", "formats", "a save's device", "a save's format", "device before package"],
+)  # fmt: skip
+def test_what_a_strategy_cannot_do_is_skipped_with_the_reason(
+    strategies: list[StrategyInfo], options: dict[str, Any], cells: list[str]
+) -> None:
+    found = cells_of(strategies=tuple((one, {}) for one in strategies), **options)
+    assert [
+        f"{one.cell.strategy} {one.cell.format} x{one.cell.ranks}: {one.skip}" for one in found
+    ] == cells
+
+
+@pytest.mark.parametrize(
+    ("name", "skips_adapted", "skips_plain"),
+    [("streaming", False, False), ("peft_merge", False, True), ("safetensors_mmap", True, False)],
+)
+def test_a_model_with_an_adapter_is_loaded_by_those_who_merge_it_and_others_are_skipped(
+    name: str, skips_adapted: bool, skips_plain: bool
+) -> None:
+    info = replace(registry.strategy(name), packages=())
+    base: dict[str, Any] = {"config": {"architectures": None}}
+    adapted, plain = (
+        plan_cell(
+            Cell(ModelSpec("m", BUILDER, kwargs), name, "process", format="safetensors"), info
+        )
+        for kwargs in (base | {"adapter": "/somewhere/adapter"}, base)
     )
-    assert [one.skip for one in found] == ["a does not load to cuda", ""]
-
-
-def test_a_strategy_for_folders_skips_a_built_in_model_of_transformers() -> None:
-    folders = replace(info("a"), pretrained="transformers")
-    built_in = ModelSpec("minilm", BUILDER, {"architecture": "BertModel", "config": {}})
-    config = {"architectures": ["BertModel"]}
-    folder = ModelSpec("mine", BUILDER, {"architecture": "BertModel", "config": config})
-    found = cells_of(strategies=((folders, {}),), models=(built_in, folder, model("m")))
-    reason = "a loads Hugging Face folders only"
-    assert [one.skip for one in found] == [reason, "", reason]
+    assert ("merge it" in adapted.skip) == skips_adapted
+    assert ("--adapter ADAPTER" in plain.skip) == skips_plain
 
 
 def test_what_is_asked_for_twice_is_measured_once() -> None:
@@ -130,41 +153,3 @@ def test_each_combination_comes_exactly_once(
     assert len({cell.series for cell in cells}) * repeats == len(cells)
     # Interleaved: all of one repeat before any of the next.
     assert [cell.repeat for cell in cells] == sorted(cell.repeat for cell in cells)
-
-
-def test_each_strategy_loads_every_format_that_is_asked_for_and_that_it_reads() -> None:
-    several = info("a", formats=("pt", "dcp", "per_param"))
-    strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = ((several, {}), (info("b"), {}))
-    found = cells_of(strategies=strategies, format=["per_param", "dcp"])
-    assert [(one.cell.strategy, one.cell.format, one.skip) for one in found] == [
-        ("a", "per_param", ""),
-        ("a", "dcp", ""),
-        ("b", "per_param", "b does not read per_param, only pt"),
-    ]
-
-
-def test_a_save_is_skipped_with_reasons_of_its_own() -> None:
-    found = cells_of(operation="save", device="cuda", strategies=((info("a"), {}),))
-    assert [(one.cell.operation, one.skip) for one in found] == [
-        ("save", "a does not save from cuda")
-    ]
-    found = cells_of(operation="save", format=["dcp"], strategies=((info("a"), {}),))
-    assert [one.skip for one in found] == ["a does not write dcp, only pt"]
-
-
-def test_a_model_with_an_adapter_is_loaded_by_those_who_merge_it_and_others_are_skipped() -> None:
-    merged = ModelSpec(
-        "base+adapter",
-        BUILDER,
-        {"config": {"architectures": None}, "adapter": "/somewhere/adapter"},
-    )
-    plain = ModelSpec("base", BUILDER, {"config": {"architectures": None}})
-    for name, needs in (("streaming", False), ("peft_merge", True), ("safetensors_mmap", None)):
-        info = registry.strategy(name)
-        info = replace(info, packages=())
-        skips = [
-            plan_cell(Cell(model, name, "process", format="safetensors"), info).skip
-            for model in (merged, plain)
-        ]
-        assert ("merge it" in skips[0]) == (needs is None)
-        assert ("--adapter ADAPTER" in skips[1]) == bool(needs)

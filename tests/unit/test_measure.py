@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from weighin.result import Outcome, Sample
 from weighin.run import loads
 from weighin.units import MIB
 
+LOAD = [fakes.baseline(), fakes.loaded(), ready(), done()]
+
 
 def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
@@ -25,8 +27,7 @@ def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: 
     job = replace(JOB, strategy_path=str(mine))
 
     def measured(job: Job) -> str | None:
-        script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-        return measure(PlayedIsolation(script), tmp_path, job, [], None).sources_hash
+        return measure(PlayedIsolation(LOAD), tmp_path, job, [], None).sources_hash
 
     first = measured(job)
     assert first == environment.code_digest(mine) == measured(job)
@@ -39,8 +40,13 @@ def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: 
     assert measured(job) is None
 
 
-def test_a_steady_load_gets_its_memory_when_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cell", "spare_bytes"),
+    [({}, 0), ({"cache": "warm"}, 100), ({"operation": "save"}, 100)],
+    ids=["cold", "warm", "save"],
+)
+def test_a_steady_load_gets_its_memory_when_it_begins_and_finds_room_for_its_cache(
+    cell: dict[str, Any], spare_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
 
@@ -53,33 +59,13 @@ def test_a_steady_load_gets_its_memory_when_it_begins(
     monkeypatch.setattr(loads, "held", held)
     monkeypatch.setattr(loads, "SETTLED_S", 0.0)
     script: list[Any] = [
-        lambda: seen.append("imports torch"),
-        fakes.baseline(),
-        lambda: seen.append("loads"),
-        fakes.loaded(),
-        ready(),
-        done(),
-    ]
-    result = measure(PlayedIsolation(script), tmp_path, JOB, [], 100, steady=True)
-    assert seen == ["holds 300 and leaves 0", "imports torch", "gives back", "loads"]
+        lambda: seen.append("imports torch"), LOAD[0], lambda: seen.append("loads"), *LOAD[1:],
+    ]  # fmt: skip
+    job = replace(JOB, cell=replace(JOB.cell, **cell))
+    result = measure(PlayedIsolation(script), tmp_path, job, [], 100, steady=True)
+    held_first = f"holds 300 and leaves {spare_bytes}"
+    assert seen == [held_first, "imports torch", "gives back", "loads"]
     assert result.touched_bytes_before == 300
-
-
-def test_a_steady_warm_load_finds_room_for_its_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def held(wanted_bytes: int, spare_bytes: int) -> AbstractContextManager[int]:
-        asked.append((wanted_bytes, spare_bytes))
-        return nullcontext(0)
-
-    monkeypatch.setattr(loads, "held", held)
-    monkeypatch.setattr(loads, "SETTLED_S", 0.0)
-    for cell in (replace(JOB.cell, cache="warm"), replace(JOB.cell, operation="save")):
-        script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-        measure(PlayedIsolation(script), tmp_path, replace(JOB, cell=cell), [], 100, steady=True)
-    assert asked == [(300, 100), (300, 100)]
 
 
 @pytest.mark.parametrize(
@@ -87,34 +73,26 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
     [
         (0, ()),
         (3 * MIB, ("3.000 MiB of the checkpoint could not be dropped from the page cache",)),
-        (
-            None,
-            (
-                "weighin cannot tell whether the checkpoint left the page cache: Linux"
-                " reports cached pages only to a user who owns the files or may write them",
-            ),
-        ),
+        (None, ("weighin cannot tell whether the checkpoint left the page cache: Linux reports cached pages only to a user who owns the files or may write them",)),
     ],
-)
+    ids=["cold", "in part", "unknown"],
+)  # fmt: skip
 def test_a_checkpoint_that_is_not_proven_cold_is_told_of(
     left: int | None, warnings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_cache, "drop", lambda _: left)
-    script = [fakes.baseline(), fakes.loaded(), ready(), done()]
     (file := tmp_path / "model.pt").touch()
     job = replace(JOB, checkpoint=str(file))
-    result = measure(PlayedIsolation(script), tmp_path, job, [file], None)
-    assert result.cached_bytes_at_start == left
-    assert result.warnings == warnings
+    result = measure(PlayedIsolation(LOAD), tmp_path, job, [file], None)
+    assert (result.cached_bytes_at_start, result.warnings) == (left, warnings)
 
 
 def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
     class Escaped(Silent):
         escape = "python (pid 12) left its cgroup for /x"
 
-    result = measure(
-        PlayedIsolation([*BASELINE, done()], inside=Escaped()), tmp_path, JOB, [], None
-    )
+    played = PlayedIsolation([*BASELINE, done()], inside=Escaped())
+    result = measure(played, tmp_path, JOB, [], None)
     assert (result.outcome, result.message) == (
         Outcome.STRATEGY_FAILED,
         "python (pid 12) left its cgroup for /x, so its figures and its limit are not valid; it ended"
@@ -122,62 +100,40 @@ def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
     )
 
 
+WRONG = fakes.failed("wrong_weights", "1 tensor differs")
+
+
 @pytest.mark.parametrize(
-    ("isolation", "outcome", "who"),
+    ("change", "count", "isolation", "end", "message"),
     [
-        ("process", Outcome.STRATEGY_FAILED, "the strategy"),
-        ("docker", Outcome.MEASUREMENT_FAILED, "another program"),  # it is mounted read-only
+        (lambda path: path.write_bytes(b"longer"), 1, "process", done(), "0; it ended with ok"),
+        (lambda path: path.with_name("new").replace(path), 1, "process", done(), "0; it ended with ok"),
+        (lambda path: os.utime(path, ns=(1, 1)), 1, "process", done(), "0; it ended with ok"),
+        (Path.unlink, 1, "process", done(), "0; it ended with ok"),
+        (Path.unlink, 1, "docker", done(), "0; it ended with ok"),  # it is mounted read-only there
+        (Path.unlink, 3, "process", done(), "0, 1, 2; it ended with ok"),
+        (Path.unlink, 4, "process", done(), "0, 1, 2 and 1 more; it ended with ok"),
+        (Path.unlink, 5, "process", done(), "0, 1, 2 and 2 more; it ended with ok"),
+        (Path.unlink, 1, "process", WRONG, "0; it ended with wrong_weights: 1 tensor differs"),
     ],
-)
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda path: path.write_bytes(b"longer"),
-        lambda path: path.with_name("new").replace(path),
-        lambda path: os.utime(path, ns=(1, 1)),
-        Path.unlink,
-    ],
-)
+    ids=["longer", "another file", "another time", "gone", "in a container", "three", "four", "five", "after a failure"],
+)  # fmt: skip
 def test_a_checkpoint_that_changed_during_the_cell_voids_it(
-    tmp_path: Path,
-    change: Callable[[Path], object],
-    isolation: str,
-    outcome: Outcome,
-    who: str,
-) -> None:
-    checkpoint = tmp_path / "model.pt"
-    checkpoint.write_bytes(b"old")
-    (tmp_path / "new").write_bytes(b"old")
-    script: list[Any] = [*BASELINE, lambda: change(checkpoint), done()]
-    job = replace(JOB, cell=replace(JOB.cell, isolation=isolation))
-    result = take(PlayedIsolation(script, name=isolation), job, [checkpoint], None, {}).result
-    assert result.outcome is outcome
-    assert result.message == (
-        f"{who} changed the checkpoint's files during the measurement: model.pt; it ended with ok"
-    )
-
-
-@pytest.mark.parametrize(
-    ("count", "named"),
-    [(1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2 and 1 more"), (5, "0, 1, 2 and 2 more")],
-)
-def test_up_to_three_changed_files_are_named(tmp_path: Path, count: int, named: str) -> None:
+    tmp_path: Path, change: Callable[[Path], object], count: int, isolation: str, end: bytes, message: str
+) -> None:  # fmt: skip
     files = [tmp_path / str(number) for number in range(count)]
-    for file in files:
-        file.touch()
-    script: list[Any] = [*BASELINE, lambda: [file.write_text("x") for file in files], done()]
-    result = take(PlayedIsolation(script), JOB, files, None, {}).result
-    assert result.message == (
-        f"the strategy changed the checkpoint's files during the measurement: {named}; it ended"
-        " with ok"
+    for file in (*files, tmp_path / "new"):
+        file.write_bytes(b"old")
+    script: list[Any] = [*BASELINE, lambda: [change(file) for file in files], end]
+    job = replace(JOB, cell=replace(JOB.cell, isolation=isolation))
+    result = take(PlayedIsolation(script, name=isolation), job, files, None, {}).result
+    outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
+    if isolation == "docker":
+        outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
+    assert (result.outcome, result.message) == (
+        outcome,
+        f"{who} changed the checkpoint's files during the measurement: {message}",
     )
-
-
-def test_a_voided_failure_says_how_it_ended_before(tmp_path: Path) -> None:
-    (file := tmp_path / "a").touch()
-    script: list[Any] = [*BASELINE, file.unlink, fakes.failed("wrong_weights", "1 tensor differs")]
-    result = take(PlayedIsolation(script), JOB, [file], None, {}).result
-    assert result.message.endswith("a; it ended with wrong_weights: 1 tensor differs")
 
 
 def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
@@ -208,11 +164,12 @@ class Unstartable(Silent):
 @pytest.mark.parametrize(
     ("step", "inside"),
     [
-        ("weighin.run.loads.LoadSpec.start", None),
-        ("weighin.run.measure.Watch.wait", None),
-        ("weighin.run.listener.Listener.close", None),
-        ("weighin.run.measure.Watch.wait", Unstartable()),
+        ("loads.LoadSpec.start", None),
+        ("measure.Watch.wait", None),
+        ("listener.Listener.close", None),
+        ("measure.Watch.wait", Unstartable()),
     ],
+    ids=["start", "wait", "close", "sampler"],
 )
 def test_a_cell_that_breaks_off_leaves_no_log_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, inside: Silent | None
@@ -222,7 +179,7 @@ def test_a_cell_that_breaks_off_leaves_no_log_open(
 
     log = os.open(os.devnull, os.O_RDONLY)
     monkeypatch.setattr("weighin.probes.kernel_log.position", lambda: log)
-    monkeypatch.setattr(step, fail)
+    monkeypatch.setattr(f"weighin.run.{step}", fail)
     with pytest.raises(RuntimeError, match="odd"):
         measure(PlayedIsolation([*BASELINE, done()], inside=inside), tmp_path, JOB, [], None)
     with pytest.raises(OSError, match="Bad file descriptor"):

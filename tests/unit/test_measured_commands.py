@@ -1,12 +1,10 @@
 """A command from its start to its Result: how it ended, what it left, and what the kernel told of it."""
 
 import os
-import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from cgroup_trees import Kernel
 from ran_commands import settings_of
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError, StillRunning
+from weighin.errors import StillRunning
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.probes import kernel_log, page_cache
 from weighin.records.verdict import Reference
@@ -50,7 +48,7 @@ class Watched(ProcessIsolation):
         return running
 
 
-Take = Callable[..., tuple[Measured, bool]]
+Take = Callable[..., Measured]
 
 
 @pytest.fixture
@@ -61,78 +59,70 @@ def take(tmp_path: Path) -> Take:
         script: str,
         isolation: Any = None,
         *,
-        timeout_s: float = 0.0,
         reference: Reference | None = None,
         cell: dict[str, Any] | None = None,
-        cold: Sequence[str] = (),
-        marks: Sequence[str] = (),
         **settings: Any,
-    ) -> tuple[Measured, bool]:
+    ) -> Measured:
         isolation = isolation or ProcessIsolation()
         planned = Cell.of_command("mine", ("sh", "-c", script), isolation.name, **(cell or {}))
-        changes = {"cwd": str(tmp_path), "cold": cold, "marks": marks} | settings
-        spec = CommandSpec(planned, settings_of(planned, timeout_s=timeout_s, **changes))
-        measured = measure(isolation, spec, {"machine": "this"}, reference)
-        return measured, spec.asked_to_end
+        changes: dict[str, Any] = {"cwd": str(tmp_path), "timeout_s": 0.0} | settings
+        spec = CommandSpec(planned, settings_of(planned, **changes))
+        return measure(isolation, spec, {"machine": "this"}, reference)
 
     return run
 
 
 @pytest.fixture
 def result_of(take: Take) -> Callable[..., Result]:
-    return lambda *arguments, **options: take(*arguments, **options)[0].result
+    return lambda *arguments, **options: take(*arguments, **options).result
 
 
-def test_a_command_that_is_killed_when_the_machine_has_no_memory(
-    result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("names_none_of_these", "outcome", "message"),
+    [
+        (False, "oom_killed", "killed by the kernel when the whole machine ran out of memory"),
+        (True, "command_failed", "killed by SIGKILL, not for lack of memory"),
+    ],
+    ids=["no log", "a log of other processes"],
+)
+def test_a_command_that_is_killed_as_the_machine_has_no_memory(
+    result_of: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    names_none_of_these: bool,
+    outcome: str,
+    message: str,
 ) -> None:
-    monkeypatch.setattr(kernel_log, "position", lambda: None)
+    if names_none_of_these:
+        monkeypatch.setattr(kernel_log, "kills_since", lambda *_, **__: ())
+    else:
+        monkeypatch.setattr(kernel_log, "position", lambda: None)
     monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", count(3).__next__)
     result = result_of("kill -KILL $$")
-    assert (result.outcome, result.message) == (
-        Outcome.OOM_KILLED,
-        "killed by the kernel when the whole machine ran out of memory",
-    )
+    assert result.outcome == outcome
+    assert result.message.startswith(message)
 
 
 def test_files_are_dropped_from_the_page_cache_before_the_start(
     result_of: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data" / "inner").mkdir(parents=True)
-    files = [tmp_path / "one", tmp_path / "data" / "a", tmp_path / "data" / "inner" / "b"]
+    files = [tmp_path / "data" / "a", tmp_path / "data" / "inner" / "b", tmp_path / "one"]
     for file in files:
         file.touch()
     dropped: list[Path] = []
-    left = iter([0, 5 * MIB, None])
 
-    def drop(paths: Sequence[Path]) -> int | None:
+    def drop(paths: Sequence[Path]) -> int:
         dropped.extend(paths)
-        return next(left)
+        return 5 * MIB
 
     monkeypatch.setattr(page_cache, "drop", drop)
     cold = (str(tmp_path / "one"), str(tmp_path / "data"))
-    results = [result_of("true", cold=cold) for _ in range(3)]
-    assert sorted(dropped) == sorted(3 * files)
-    assert [each.cached_bytes_at_start for each in results] == [0, 5 * MIB, None]
-    assert [each.warnings[1:] for each in results] == [
-        (),
-        ("5.000 MiB of the --cold files could not be dropped from the page cache",),
-        (
-            "weighin cannot tell whether the --cold files left the page cache: Linux reports cached"
-            " pages only to a user who owns the files or may write them",
-        ),
-    ]
-    assert results[0].ran and results[0].ran.cold == cold
-
-
-def test_a_path_to_drop_that_does_not_exist_is_an_error(
-    take: Take, tmp_path: Path, temporary: Path
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        take("touch started", cold=(str(tmp_path / "none"),))
-    assert str(caught.value) == f"--cold {tmp_path}/none: there is no such file or folder"
-    assert not (tmp_path / "started").exists()
-    assert list(temporary.iterdir()) == []
+    result = result_of("true", cold=cold)
+    assert sorted(dropped) == files
+    assert result.cached_bytes_at_start == 5 * MIB
+    left = "5.000 MiB of the --cold files could not be dropped from the page cache"
+    assert result.warnings[1:] == (left,)
+    assert result.ran and result.ran.cold == cold
 
 
 @pytest.mark.parametrize(("lines", "kept"), [(3, 3), (1000, 1000), (1001, 1000)])
@@ -157,7 +147,7 @@ def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(take: T
 
         running.close = closing
 
-    measured, _ = take("exit 0", Watched(refuse_to_close))
+    measured = take("exit 0", Watched(refuse_to_close))
     assert measured.result.outcome is Outcome.OK
     assert measured.trouble is trouble
 
@@ -224,23 +214,26 @@ def test_a_command_in_a_cgroup_has_the_kernels_figures(
     assert kernel.groups() == []
 
 
-def test_the_sampled_need_counts_if_it_is_above_that_of_the_peak(
-    kernel: Kernel, result_of: Callable[..., Result]
+@pytest.mark.parametrize(
+    ("told", "v1", "v2"),
+    [
+        # Above that of the peak, it is sampled; on v2 with the kernel's.
+        ({"peak": 1}, (3, True), (4, True)),
+        # Much of it is kernel memory without a mark.
+        ({"anon": 1, "kernel": 2}, (6, False), (6, True)),
+    ],
+    ids=["above the peak", "kernel memory"],
+)
+def test_a_need_is_sampled_where_the_mark_does_not_tell_it(
+    kernel: Kernel,
+    result_of: Callable[..., Result],
+    told: dict[str, int],
+    v1: tuple[int, bool],
+    v2: tuple[int, bool],
 ) -> None:
-    result = result_of(_writing(kernel, *figures(peak=1)), CgroupIsolation())
-    sampled = 4 if kernel.memory == kernel.unified else 3  # with the kernel's
-    assert result.ran and (result.ran.needed_bytes, result.ran.needed_is_sampled) == (
-        sampled * MIB,
-        True,
-    )
-
-
-def test_a_need_is_sampled_where_much_of_it_is_kernel_memory_without_a_mark(
-    kernel: Kernel, result_of: Callable[..., Result]
-) -> None:
-    result = result_of(_writing(kernel, *figures(anon=1, kernel=2)), CgroupIsolation())
-    assert result.ran and result.ran.needed_bytes == 6 * MIB
-    assert result.ran.needed_is_sampled is (kernel.memory == kernel.unified)
+    ran = result_of(_writing(kernel, *figures(**told)), CgroupIsolation()).ran
+    mib, is_sampled = v2 if kernel.memory == kernel.unified else v1
+    assert ran and (ran.needed_bytes, ran.needed_is_sampled) == (mib * MIB, is_sampled)
 
 
 def test_a_kill_in_the_group_decides_also_if_the_command_lives_on(
@@ -279,50 +272,3 @@ def test_a_command_that_thrashes_is_ended_and_its_time_does_not_count(
     assert result.stopped.timeout_s is None
     assert result.load_ns is result.ready_ns is None
     assert result.cost and result.cost.load_ns is None
-
-
-@pytest.mark.parametrize("kernel", ["v2"], indirect=True)
-def test_without_a_limit_or_a_reference_nothing_is_ended(
-    kernel: Kernel, result_of: Callable[..., Result]
-) -> None:
-    script = _writing(kernel, *figures(peak=64, refaults=1000)) + "exec sleep 0.8"
-    reference = Reference(spent_ns=10**15, size_bytes=MIB)
-    assert result_of(script, CgroupIsolation(), reference=reference).outcome is Outcome.OK
-    limited = result_of(script, CgroupIsolation(), cell={"ram_limit_bytes": 64 * MIB})
-    assert limited.outcome is Outcome.OK
-
-
-def test_a_kill_of_another_program_is_not_this_commands(
-    result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the log names the machine's processes, and none of these."""
-    monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", count(3).__next__)
-    monkeypatch.setattr(kernel_log, "kills_since", lambda *_, **__: ())
-    result = result_of("kill -KILL $$")
-    assert result.outcome is Outcome.COMMAND_FAILED
-    assert result.message.startswith("killed by SIGKILL, not for lack of memory")
-
-
-@pytest.mark.parametrize("shares_terminal", [True, False])
-def test_a_new_size_of_the_terminal_reaches_a_command_once(
-    monkeypatch: pytest.MonkeyPatch, shares_terminal: bool
-) -> None:
-    told: list[str] = []
-    cell = Cell.of_command("mine", ("true",), "process")
-    spec: Any = CommandSpec(cell, settings_of(cell))
-    sending = {"send_signal": lambda _: told.append("the command")}
-    spec._running = SimpleNamespace(shares_terminal=shares_terminal, **sending)
-    spec._output = SimpleNamespace(resize=iter([True, False]).__next__)
-    spec._numbers = ()
-    here = os.getpid()
-    infos = iter(
-        SimpleNamespace(si_signo=number, si_pid=pid, si_code=0)
-        for number, pid in (
-            (signal.SIGWINCH, here - 1), (signal.SIGWINCH, here), (signal.SIGUSR1, here)
-        )
-    )  # fmt: skip
-    monkeypatch.setattr(signal, "sigwaitinfo", lambda _: next(infos))
-    monkeypatch.setattr(os, "killpg", lambda *_: told.append("the group"))
-    spec._listen()
-    # A container is not in weighin's group.
-    assert told == ["the group", *([] if shares_terminal else ["the command"])]

@@ -1,6 +1,7 @@
 """The metrics of the gate: how their figures are written and read, and which phases explain them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from factories import make_cell, make_result
@@ -113,7 +114,7 @@ def test_each_metric_is_explained_by_a_figure_of_the_phases() -> None:
 # -- the phases of a load
 
 
-def had(*names: str, **cell: object) -> Result:
+def had(*names: str, **cell: Any) -> Result:
     phases = tuple(
         Phase(name, 0, 1, 1, Memory(1, number, 0, 0), 0, 0) for number, name in enumerate(names, 1)
     )
