@@ -89,8 +89,8 @@ test-vm: .venv/ready-dev  ## Test limits and figures on Debian's kernel with cgr
 test-fresh: .venv/ready-dev  ## Test README's first two commands on a fresh Debian 12, without root and Docker: a quarter of an hour
 	$(BIN)/pytest -m fresh --require fresh -rP tests/fresh $(ARGS)
 
-test-nightly: .venv-zoo/ready  ## Test what tests leave out by day: all cases of all grids, and signals at random moments: minutes for each SIGNALS=1
-	WEIGHIN_SIGNALS=$(or $(SIGNALS),1) $(BIN)/pytest -m "nightly and not vm" -rP $(ARGS)
+test-nightly: .venv-zoo/ready  ## Test what tests leave out by day: all cases of all grids
+	$(BIN)/pytest -m "nightly and not vm" -rP $(ARGS)
 
 model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/results.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/results.md $(ARGS)
@@ -98,8 +98,8 @@ model-types: .venv/ready-dev  ## Load a small model of each type of transformers
 checkpoints: .venv-zoo/ready  ## Try every layout of checkpoints with every verb; write docs/checkpoints.md
 	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/checkpoints --out docs/checkpoints.md $(ARGS)
 
-faults: .venv/ready-dev  ## Try every fault with real commands, and print what came of it: half an hour
-	$(BIN)/python -W ignore tests/faults $(ARGS)
+faults: .venv/ready-dev  ## Try every fault with real commands, SIGNALS=1 signals to each verb, and print what came of it: half an hour
+	WEIGHIN_SIGNALS=$(or $(SIGNALS),1) $(BIN)/python -W ignore tests/faults $(ARGS)
 
 mutation: .venv/ready-dev  ## Change the code in SAMPLE=100 small ways, drawn by SEED=0, and print those that no unit test notices; SAMPLE= tries all
 	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/mutation $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(SEED) $(ARGS)

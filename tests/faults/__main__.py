@@ -54,19 +54,10 @@ def row(one: Tried) -> str:
         f"exit {fault.code}",
         *(f"{name} {kind[0]}" for name, kind in fault.outcomes.items()),
     ]
-    faults = [
-        *one.wrong,
-        *([f"{one.lost} lost records"] if one.lost else []),
-        *(f"left: {each}" for each in one.left),
-        *(["a traceback"] if one.traceback else []),
-    ]
-    columns = [
-        fault.group,
-        fault.name,
-        ", ".join(expected),
-        one.came,
-        "right" if one.right else "WRONG",
-    ]
+    faults = [*one.wrong, *(f"left: {each}" for each in one.left)]
+    faults += [f"{one.lost} lost records"] * bool(one.lost) + ["a traceback"] * one.traceback
+    judged = "right" if one.right else "WRONG"
+    columns = [fault.group, fault.name, ", ".join(expected), one.came, judged]
     return " | ".join(columns) + "".join(f"\n      {each}" for each in faults)
 
 

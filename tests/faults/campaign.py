@@ -9,9 +9,8 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import leftovers
+import typed
 from cells import isolation_missing
 from faults import Fault
 
@@ -58,20 +58,9 @@ class Campaign:
 
     def start(self) -> None:
         """Make the checkpoint and the run that faults begin with."""
-        self._weighin(
-            self.folder,
-            *("bench", "gpt2-tiny", "--isolation", "process", "-s", "streaming", "--out", "base"),
-        )
-
-    def _weighin(self, folder: Path, *arguments: str, **changes: Any) -> None:
-        subprocess.run(
-            [sys.executable, "-P", "-m", "weighin", *arguments],
-            cwd=folder,
-            env=self._environment(folder) | changes,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        base = typed.words("bench gpt2-tiny --isolation process -s streaming --out base")
+        environment = self._environment(self.folder)
+        subprocess.run(base, cwd=self.folder, env=environment, capture_output=True, check=True)
 
     def _environment(self, folder: Path) -> dict[str, str]:
         return os.environ | {
@@ -88,69 +77,50 @@ class Campaign:
         folder = self.folder / re.sub(r"\W+", "-", fault.name)
         (folder / "tmp").mkdir(parents=True)
         shutil.copytree(self.folder / "base", folder / "base")
-        cached, mounts = _digests(self.cache), _mounts()
-        groups, containers, pids = _groups(), _containers(), set[int]()
+        cached, there, pids = _digests(self.cache), _there(), set[int]()
         try:
             fault.prepare(folder)
             code, text = self._run(fault, folder, fault.command, pids)
             wrong = [] if re.fullmatch(fault.code, str(code)) else [f"exit code {code}"]
             if fault.says and not re.search(fault.says, text):
                 wrong.append(f"does not say {fault.says!r}")
-            if fault.then:
-                again, more = self._run(fault, folder, fault.then, pids, meets=False)
+            if then := fault.then(folder) if callable(fault.then) else fault.then:
+                again, more = self._run(fault, folder, then, pids, meets=False)
                 text += more
                 wrong += [f"the second command ends with {again}"] if again else []
             records, damaged = _records(folder / RUN)
             wrong += damaged + _misjudged(fault, records)
             wrong += [f"{name} is there" for name in fault.absent if (folder / name).exists()]
-            left = [
-                *_processes(str(folder)),
-                *(f"cgroup {one}" for one in _groups() - groups if _is_of(one, pids, fault)),
-                *(
-                    f"container {one}"
-                    for one in _containers() - containers
-                    if _is_of(one, pids, fault)
-                ),
-                *(f"mount {one}" for one in _mounts() - mounts if str(folder) in one),
-                *(
-                    f"file {one.name}"
-                    for one in (folder / "tmp").glob("*")
-                    if not one.name.startswith(TORCHS_OWN)
-                ),
+            left = [f"process {command[:80]}" for _, command in _pids(str(folder))]
+            left += [one for one in _there() - there if _is_of(one, pids, fault, folder)]
+            left += [
+                f"file {one.name}"
+                for one in (folder / "tmp").glob("*")
+                if not one.name.startswith(TORCHS_OWN)
             ]
             now = _digests(self.cache)
             changed = [
                 name
                 for name in sorted(now | cached)
                 if now.get(name) != cached.get(name)
-                and not (
-                    name in now
-                    and re.fullmatch(fault.remakes if name in cached else fault.makes, name)
-                )
+                and not (name in now and re.fullmatch(fault.remakes if name in cached else fault.makes, name))
                 and name != "plans.sha256"  # digests of plans, which stay
-            ]
+            ]  # fmt: skip
             if changed:
                 left += [f"changed in the cache: {', '.join(changed[:3])}"]
-            came = f"{code}; " + "; ".join(
-                f"{one['outcome']}: {one['message']}" if one["message"] else one["outcome"]
-                for one in records[:1]
-            )
-            if not records:
-                came = f"{code}; {_last_error(text)}"
-            return Tried(
-                fault,
-                came,
-                tuple(wrong),
-                sum(name not in {_name(one) for one in records} for name in fault.outcomes),
-                tuple(left),
-                "Traceback (most recent call last)" in text,
-            )
+            said = [": ".join(filter(None, (one["outcome"], one["message"]))) for one in records]
+            came = f"{code}; {said[0] if said else _last_error(text)}"
+            lost = sum(name not in {_name(one) for one in records} for name in fault.outcomes)
+            traceback = "Traceback (most recent call last)" in text
+            return Tried(fault, came, tuple(wrong), lost, tuple(left), traceback)
         finally:
-            _end(str(folder))
-            for group in sorted(_groups() - groups, reverse=True):  # those below come first
-                if _is_of(group, pids, fault):
+            for pid, _ in _pids(str(folder)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for one in sorted(_there() - there, reverse=True):  # groups below come first
+                if one.startswith("cgroup ") and _is_of(one, pids, fault, folder):
                     with suppress(OSError):
-                        Path(group).rmdir()
+                        Path(one.removeprefix("cgroup ")).rmdir()
             if _digests(self.cache) != cached:  # the next fault must not suffer from this one
                 shutil.rmtree(self.cache, ignore_errors=True)
                 shutil.rmtree(self.folder / "base")
@@ -158,13 +128,7 @@ class Campaign:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _run(
-        self,
-        fault: Fault,
-        folder: Path,
-        command: tuple[str, ...],
-        pids: set[int],
-        *,
-        meets: bool = True,
+        self, fault: Fault, folder: Path, command: Sequence[str], pids: set[int], meets: bool = True
     ) -> tuple[int, str]:
         """Run a command to its end, and return its exit code and its text; ``meets`` the fault, or not.
 
@@ -181,16 +145,18 @@ class Campaign:
         out, err = folder / "stdout", folder / "stderr"
         with out.open("wb") as to_out, err.open("wb") as to_err:
             process = subprocess.Popen(
-                [*before, sys.executable, "-P", "-m", "weighin", *words],
+                [*before, *typed.words("", *words)],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=to_out,
                 stderr=to_err,
                 start_new_session=True,
+                text=True,
             )
             pids.add(process.pid)
             if meets and fault.stop is not None:
+                typed.Started(process, str(folder)).wait_for_handlers()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(fault.stop_s)
                 process.send_signal(fault.stop)
@@ -249,39 +215,29 @@ def _digests(cache: Path) -> dict[str, str]:
     }
 
 
-def _groups() -> set[str]:
-    """Return the cgroups of all runs on this machine, and those below them."""
-    return {*map(str, leftovers.all_groups())}
+def _there() -> set[str]:
+    """Return the cgroups and containers of all runs on this machine, and the mounts."""
+    found = {f"cgroup {one}" for one in leftovers.all_groups()}
+    found |= {f"mount {one}" for one in Path("/proc/self/mounts").read_text().splitlines()}
+    if leftovers.has_docker():
+        form = '--format=container weighin.{{.Label "weighin.owner"}} {{.ID}}'
+        asked = ["docker", "ps", "--all", "--filter=label=weighin.owner", form]
+        found |= {*subprocess.check_output(asked, text=True).splitlines()}
+    return found
 
 
-def _is_of(group: str, pids: set[int], fault: Fault) -> bool:
-    """Tell whether a command of this fault made a cgroup or a container.
+def _is_of(left: str, pids: set[int], fault: Fault, folder: Path) -> bool:
+    """Tell whether a command of this fault made a cgroup, a container or a mount.
 
     Other runs of this machine make some, too.
     """
-    owner = re.search(r"weighin\.(\d+)", group)
+    if left.startswith("mount "):
+        return str(folder) in left
+    owner = re.search(r"weighin\.(\d+)", left)
     if owner is None:
         return False
-    return int(owner[1]) in pids or (
-        "--fork" in fault.before and not Path("/proc", owner[1]).exists()
-    )
-
-
-def _containers() -> set[str]:
-    if not leftovers.has_docker():
-        return set()
-    form = 'weighin.{{.Label "weighin.owner"}} {{.ID}}'
-    asked = subprocess.run(
-        ["docker", "ps", "--all", "--filter=label=weighin.owner", f"--format={form}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(asked.stdout.splitlines())
-
-
-def _mounts() -> set[str]:
-    return set(Path("/proc/self/mounts").read_text().splitlines())
+    is_orphan = "--fork" in fault.before and not Path("/proc", owner[1]).exists()
+    return int(owner[1]) in pids or is_orphan
 
 
 def _pids(mark: str) -> list[tuple[int, str]]:
@@ -293,20 +249,9 @@ def _pids(mark: str) -> list[tuple[int, str]]:
         with suppress(OSError):
             command = (folder / "cmdline").read_bytes()
             if mark.encode() in command + (folder / "environ").read_bytes():
-                found.append(
-                    (int(folder.name), command.replace(b"\0", b" ").decode("utf-8", "replace"))
-                )
+                said = command.replace(b"\0", b" ").decode("utf-8", "replace")
+                found.append((int(folder.name), said))
     return found
-
-
-def _processes(mark: str) -> list[str]:
-    return [f"process {command[:80]}" for _, command in _pids(mark)]
-
-
-def _end(mark: str) -> None:
-    for pid, _ in _pids(mark):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 _lacks = cache(isolation_missing)

@@ -30,8 +30,8 @@ class Fault:
         before: the beginning of the command line, such as ``unshare``; it ends with the command.
         variables: environment variables; None removes one.
         needs: "cgroup", "docker" or "root"; a machine without it leaves the fault out.
-        stop: a signal, sent to the command after ``stop_s`` seconds.
-        then: the arguments of a second command, which must end with 0.
+        stop: a signal, sent to the command ``stop_s`` seconds after it can take it.
+        then: the arguments of a second command, which must end with 0, or what chooses them.
         absent: files of the folder that must not be there afterwards.
         makes: a regular expression of the files that the command adds to the cache for good.
         remakes: a regular expression of the files of the cache that the command makes again.
@@ -49,7 +49,7 @@ class Fault:
     needs: str = ""
     stop: Signals | None = None
     stop_s: float = 0
-    then: tuple[str, ...] = ()
+    then: tuple[str, ...] | Callable[[Path], tuple[str, ...]] = ()
     absent: tuple[str, ...] = ()
     patience_s: float = 180
     makes: str = ""

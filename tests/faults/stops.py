@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+from functools import partial
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 from typing import Final
 
 from faults import Fault
 
+TIMES: Final = int(os.environ.get("WEIGHIN_SIGNALS", "1"))
+"""How often each signal is sent to each verb: ``make faults SIGNALS=20``."""
 _SLOW: Final = '''"""Load slowly."""
 import time
 import torch
@@ -46,27 +50,30 @@ _STOPPED: Final = {
 }  # fmt: skip
 
 
-def _then(verb: str) -> tuple[str, ...]:
-    """Return a command that removes what SIGKILL leaves of a verb, and must work."""
-    isolation = "cgroup" if verb == "floor" else "process"
-    again = ("bench", "gpt2-tiny", "--isolation", isolation, "-s", "streaming", "--out", "again")
-    return _RECOMMEND if verb == "recommend" else again
+def _again(verb: str, folder: Path) -> tuple[str, ...]:
+    """Return a command that goes on, or that removes what SIGKILL leaves; it must work."""
+    if verb in ("bench", "floor"):
+        begun = (folder / "run" / "plan.json").exists()
+        return (verb, "--resume", "run") if begun else _STOPPED[verb][0]
+    words = "bench gpt2-tiny --isolation process -s streaming --out again"
+    return _RECOMMEND if verb == "recommend" else tuple(words.split())
 
 
 _SIGNALS: Final = {SIGINT: "130", SIGTERM: "130", SIGHUP: "130", SIGKILL: "-9"}
 _moments: Final = random.Random(35)
 FAULTS: Final = [
     Fault(
-        f"{number.name} to {verb}",
+        f"{number.name} to {verb}" + f", time {time}" * (time > 0),
         "A signal",
         words,
         f"{code}|0",
         prepare=prepare,
         stop=number,
         stop_s=round(_moments.uniform(0.3, 6 if verb in ("bench", "floor") else 2), 2),
-        then=_then(verb),
+        then=partial(_again, verb),
         needs="cgroup" if verb == "floor" else "",
     )
     for verb, (words, prepare) in _STOPPED.items()
     for number, code in _SIGNALS.items()
+    for time in range(TIMES)
 ]

@@ -29,13 +29,13 @@ def imported_by(statement: str) -> tuple[int, set[str]]:
     """Return the peak RSS of a fresh interpreter, in bytes, and the modules that it has then."""
     command = [sys.executable, "-P", "-c", MEASURED.format(statement=statement)]
     done = subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT)
-    peak_kib, modules = json.loads(done.stdout)
+    peak_kib, modules = json.loads(done.stdout.rpartition("\0")[2])
     return peak_kib * KIB, set(modules)
 
 
 def imported_by_command(*words: str) -> set[str]:
     """Return the modules that a command of weighin has when it ends."""
-    statement = f"""
+    _, modules = imported_by(f"""
 import runpy
 sys.argv = ["weighin", *{words!r}]
 try:
@@ -43,11 +43,8 @@ try:
 except SystemExit as end:
     assert not end.code, end.code
 sys.stdout.write(chr(0))
-"""
-    command = [sys.executable, "-P", "-c", MEASURED.format(statement=statement)]
-    done = subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT)
-    _, modules = json.loads(done.stdout.rpartition("\0")[2])
-    return set(modules)
+""")
+    return modules
 
 
 @pytest.fixture(autouse=True)

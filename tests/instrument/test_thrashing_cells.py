@@ -14,19 +14,15 @@ from cells import (
     known_file,
     prepared_isolation,
     verdict_on,
-)
+)  # fmt: skip
+from nightly import limits
 
 LIMIT = 256 * MIB
 TIMEOUT_S = 300
 REFERENCE = Reference(spent_ns=1000 * 10**9, size_bytes=FILE_BYTES)  # too long for the rule of time
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cgroup", marks=pytest.mark.cgroup),
-        pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.nightly]),
-    ]
-)
+@pytest.fixture(params=limits("cgroup"))
 def place(request: pytest.FixtureRequest) -> Watched:
     """Each isolation that holds a limit."""
     return prepared_isolation(request.param)
