@@ -85,8 +85,7 @@ def test_the_tests_own_check_of_modules_finds_them(bench: Bench, process: Watche
 
 
 @pytest.mark.parametrize(
-    "verb",
-    ["list strategies", "list models", "list all", "list suites", "cache list", "--version"],
+    "verb", ["list strategies", "list models", "list all", "list suites", "cache list", "--version"]
 )
 def test_the_light_verbs_import_nothing_heavy(verb: str) -> None:
     modules = imported_by_command(*verb.split())

@@ -28,13 +28,7 @@ from weighin.probes import environment
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-STEPS = (
-    "kernel",
-    "instrument",
-    "killed",
-    "floor",
-    "outer-limit",
-)
+STEPS = ("kernel", "instrument", "killed", "floor", "outer-limit")
 """What the script ``inside`` does, in its order."""
 NIGHTLY_STEPS = ("ordinary-user", "loads", "amounts", "namespaces", "doctor")
 """What it does also in a nightly run: a load imports torch, which takes half a minute there."""

@@ -123,9 +123,7 @@ def test_a_killed_child_is_named_with_its_limit_its_line_and_its_phase(machine: 
     assert phase["peak_rss_bytes"] > 240 * MIB
 
 
-def test_the_floor_of_a_command_in_an_ordinary_users_scope_is_what_it_needs(
-    machine: Ended,
-) -> None:
+def test_the_floor_of_a_command_in_an_ordinary_users_scope_is_what_it_needs(machine: Ended) -> None:
     (found,) = json.loads((machine.folder / "floor.json").read_text())["floors"]
     print(f"spend 48 20 16 lives under {found['floor_bytes'] / MIB:g} MiB")
     assert SPENT <= found["floor_bytes"] <= SPENT + 4 * MIB

@@ -55,10 +55,7 @@ def sample(
     command = [str(PYTHON if HAS_VISION else sys.executable), "-W", "ignore"]
     command += [str(Path(__file__).parent), "--exactly", labels]
     ended = subprocess.run(
-        [*command, "--quick", "--keep", str(kept)],
-        check=False,
-        capture_output=True,
-        text=True,
+        [*command, "--quick", "--keep", str(kept)], check=False, capture_output=True, text=True
     )
     assert ended.returncode in (0, 1), ended.stderr
     tried: dict[str, Tried] = {}
