@@ -31,7 +31,7 @@ def build():
     marker = pathlib.Path(__file__).with_name("pid")
     if not marker.exists():
         marker.write_text(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(600)
     return nn.Linear(2, 2)
 """
 
@@ -43,27 +43,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def in_process(
-    monkeypatch: pytest.MonkeyPatch, torch_threads_restored: None
-) -> list[dict[str, Any]]:
+def in_process(monkeypatch: pytest.MonkeyPatch, torch_threads_restored: None) -> None:
     """Run the maker in this process: a second torch import a call would take most of the time."""
     from weighin.checkpoint import __main__ as maker
 
-    calls: list[dict[str, Any]] = []
-
-    def run(request: dict[str, Any], **_: object) -> dict[str, Any]:
-        calls.append(request)
-        parent = SimpleNamespace(send=lambda *_, **__: None)
-        return maker.answer(request, parent)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(cache, "run_child", run)
-    return calls
-
-
-@pytest.fixture
-def slow_folder(tmp_path: Path) -> Path:
-    (tmp_path / "slow_model.py").write_text(SLOW_SOURCE)
-    return tmp_path
+    parent: Any = SimpleNamespace(send=lambda *_, **__: None)
+    monkeypatch.setattr(cache, "run_child", lambda request, **_: maker.answer(request, parent))
 
 
 def names(folder: Path) -> list[str]:
@@ -93,20 +78,20 @@ def test_an_error_of_the_maker_is_raised_here_and_leaves_nothing(root: Path) -> 
     assert names(root / "models") == []
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
-    in_process: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, root: Path
+    monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
-    free = [2**60]
-    asked: list[int] = []
+    needs: list[int] = []
     real = staging.check_space
 
     def check(folder: Path, what: str, needed: int, repair: str) -> None:
-        asked.append(needed)
-        free[0] = needed - 1 if len(asked) == 1 else needed
+        needs.append(needed)
+        free = SimpleNamespace(free=needed - (len(needs) == 1))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
         real(folder, what, needed, repair)
 
     monkeypatch.setattr(staging, "check_space", check)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=free[0]))
     with pytest.raises(ConfigError) as caught:
         cache.ensure(TIED, "pt")
     assert caught.value.message.startswith("the pt checkpoint of tied-tiny needs ")
@@ -119,6 +104,13 @@ def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
     assert cache.ensure(TIED, "pt").made
 
 
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """The folder of a model whose first maker takes ten minutes."""
+    (tmp_path / "slow_model.py").write_text(SLOW_SOURCE)
+    return tmp_path
+
+
 def maker_of(folder: Path) -> int:
     """Wait for the process that makes the checkpoint of the slow model, and return its number."""
     marker = folder / "pid"
@@ -126,35 +118,35 @@ def maker_of(folder: Path) -> int:
     return int(marker.read_text())
 
 
-def test_a_maker_that_is_killed_leaves_no_entry(slow_folder: Path, root: Path) -> None:
+def test_a_maker_that_is_killed_leaves_no_entry(slow: Path, root: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(cache.ensure, SLOW, "pt", python_path=[str(slow_folder)])
-        os.kill(maker_of(slow_folder), signal.SIGKILL)
+        done = pool.submit(cache.ensure, SLOW, "pt", python_path=[str(slow)])
+        os.kill(maker_of(slow), signal.SIGKILL)
         said = str(done.exception(60))
     assert said.startswith("the process that prepares the checkpoint was killed by SIGKILL\n")
     assert names(root / "models") == []
 
 
 def test_a_harness_that_is_killed_takes_its_maker_along_and_frees_the_lock(
-    slow_folder: Path, root: Path
+    slow: Path, root: Path
 ) -> None:
     code = (
         "from weighin.cell import ModelSpec; from weighin.checkpoint import cache; "
-        f"cache.ensure(ModelSpec('slow', 'slow_model:build'), 'pt', python_path=[{str(slow_folder)!r}])"
+        f"cache.ensure(ModelSpec('slow', 'slow_model:build'), 'pt', python_path=[{str(slow)!r}])"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
-        maker = maker_of(slow_folder)
+        maker = maker_of(slow)
         (entry,) = (root / "models").iterdir()
         assert names(entry)[0].startswith(cache._TEMPORARY)
         parent.kill()
     wait_until(lambda: not lives(maker), "the maker outlived its parent")
-    prepared = cache.ensure(SLOW, "pt", python_path=[str(slow_folder)])
+    prepared = cache.ensure(SLOW, "pt", python_path=[str(slow)])
     assert names(prepared.manifest_path.parent) == ["manifest.json", "pt", "pt.json"]
 
 
-def test_whoever_waits_for_another_is_told_so(in_process: list[dict[str, Any]], root: Path) -> None:
-    prepared = cache.ensure(TIED, "pt")
-    entry = prepared.manifest_path.parent.name
+@pytest.mark.usefixtures("in_process")
+def test_whoever_waits_for_another_is_told_so(root: Path) -> None:
+    entry = cache.ensure(TIED, "pt").manifest_path.parent.name
     lock = FileLock(root / "locks" / f"{entry}.lock", thread_local=False)
     lock.acquire()
     said: list[str] = []
@@ -167,9 +159,8 @@ def test_whoever_waits_for_another_is_told_so(in_process: list[dict[str, Any]], 
     assert said == [f"waiting for another weighin process that uses {entry}"]
 
 
-def test_a_users_own_file_is_read_once_and_again_when_it_changes(
-    in_process: list[dict[str, Any]], tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_a_users_own_file_is_read_once_and_again_when_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "mine.pt"
     shutil.copy(cache.ensure(TIED, "pt").path, path)
     first = cache.ensure(TIED, "pt", checkpoint=path)
@@ -184,33 +175,6 @@ def test_a_users_own_file_is_read_once_and_again_when_it_changes(
         cache.ensure(TIED, "pt", checkpoint=tmp_path / "none")
 
 
-def test_listing_and_clearing_stay_in_the_cache(
-    in_process: list[dict[str, Any]], root: Path, tmp_path: Path
-) -> None:
-    (kept := tmp_path / "kept").mkdir()
-    (kept / "file").write_text("x")
-    prepared = cache.ensure(TIED, "pt")
-    cache.ensure(TIED, "per_param")
-    (root / "models" / "link-0").symlink_to(kept)
-    for used, fmt in enumerate(("per_param", "pt"), start=10**15):  # within one second
-        os.utime(prepared.manifest_path.with_name(f"{fmt}.json"), ns=(used * 10**3, used * 10**3))
-    entry = prepared.manifest_path.parent.name
-    found = [(stored["name"], stored["format"]) for stored in cache.list_entries()]
-    assert found == [(entry, "pt"), (entry, "per_param")]  # the last used first
-    with pytest.raises(UnknownName, match=r"no cached model is called '\.\./kept'"):
-        cache.clear("../kept")
-    assert len(cache.clear("tied-tiny")) == 2
-    assert cache.list_entries() == cache.clear() == []
-    assert (kept / "file").exists()
-
-
-def test_a_models_name_cannot_lead_out_of_the_cache(
-    in_process: list[dict[str, Any]], root: Path
-) -> None:
-    spec = ModelSpec("../../evil", TIED.builder, TIED.kwargs)
-    assert cache.ensure(spec, "pt").path.is_relative_to(root / "models")
-
-
 def test_another_code_of_a_users_model_is_another_checkpoint(tmp_path: Path, root: Path) -> None:
     code = "import torch\n\n\ndef build():\n    return torch.nn.Linear(3, {})\n"
     made = []
@@ -221,3 +185,17 @@ def test_another_code_of_a_users_model_is_another_checkpoint(tmp_path: Path, roo
     assert [one.made for one in made] == [True, False, True]
     assert [one.manifest().tensors[0].shape for one in made] == [(2, 3), (2, 3), (40, 3)]
     assert len(names(root / "models")) == 2
+
+
+@pytest.mark.usefixtures("in_process")
+def test_listing_and_clearing_stay_in_the_cache(root: Path, tmp_path: Path) -> None:
+    (kept := tmp_path / "kept").mkdir()
+    (kept / "file").write_text("x")
+    outside = cache.ensure(ModelSpec("../../evil", TIED.builder, TIED.kwargs), "pt")
+    assert outside.path.is_relative_to(root / "models")
+    (root / "models" / "link-0").symlink_to(kept)
+    with pytest.raises(UnknownName, match=r"no cached model is called '\.\./kept'"):
+        cache.clear("../kept")
+    assert len(cache.list_entries()) == len(cache.clear()) == 1
+    assert cache.list_entries() == []
+    assert (kept / "file").exists()

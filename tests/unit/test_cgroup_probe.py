@@ -12,50 +12,18 @@ from weighin.phase_reporter import parse_faults, parse_status
 from weighin.probes import cgroup, environment
 from weighin.probes.process import memory_of
 from weighin.result import Memory
+from weighin.units import KIB
 
 KERNEL = Path(__file__).parent / "fixtures" / "kernel"
 HYBRID = "hybrid-6.18"
 HYBRIDS = (HYBRID, "hybrid-5.10-without-psi")
 V1 = (*HYBRIDS, "v1-6.1")
 V2 = ("v2-5.10", "v2-6.1", "v2-6.1-without-psi", "v2-6.12", "v2-6.18")
+GROUPS = Path("/sys/fs/cgroup")
 
 
 def text(kernel: str, name: str) -> str:
     return (KERNEL / kernel / name).read_text()
-
-
-def test_a_status_in_bytes() -> None:
-    assert parse_status(text(HYBRID, "status")) == {
-        "VmHWM": 10636 * 1024,
-        "VmRSS": 10636 * 1024,
-        "RssAnon": 6904 * 1024,
-        "RssFile": 3732 * 1024,
-        "RssShmem": 0,
-        "VmSwap": 0,
-    }
-
-
-@pytest.mark.parametrize(
-    "name",
-    [b"/mnt/caf\xe9", "/mnt/line\u2028end".encode(), "/mnt/no\u00a0break".encode(), b"/a\x0bb"],
-)
-def test_a_mount_point_of_any_bytes_ends_nothing(
-    name: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (table := tmp_path / "mountinfo").write_bytes(
-        b"24 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
-        b"25 1 8:1 / " + name + b" rw - ext4 /dev/sda1 rw\n"
-        b"26 1 0:24 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-        b"27 1 0:25 / " + name + b"/unified rw - cgroup2 cgroup2 rw\n"
-    )
-    monkeypatch.setattr(cgroup, "MOUNTS", table)
-    assert environment.file_system_of(tmp_path) == "ext4"
-    assert cgroup.memory_hierarchy() == (1, Path("/sys/fs/cgroup/memory"))
-    assert cgroup.pressure_hierarchy() == Path(os.fsdecode(name)) / "unified"
-
-
-def test_a_zombies_status_has_no_memory() -> None:
-    assert parse_status(text(HYBRID, "status-zombie")) == {}
 
 
 @pytest.mark.parametrize("kernel", [*V1, *V2])
@@ -70,19 +38,17 @@ def test_every_kernels_status_has_the_parts_of_rss(kernel: str) -> None:
     assert minor > 400
 
 
-def test_memory_of_a_status() -> None:
+def test_a_status_and_a_stat_in_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     status = parse_status(text(HYBRID, "status"))
-    assert memory_of(status) == Memory(10636 * 1024, 6904 * 1024, 3732 * 1024, 0, 0)
-
-
-def test_memory_of_a_kernel_without_swap() -> None:
-    status = {"VmRSS": 3, "RssAnon": 1, "RssFile": 1, "RssShmem": 1}
-    assert memory_of(status) == Memory(3, 1, 1, 1, swap_bytes=0)
-
-
-def test_faults_behind_a_name_with_brackets() -> None:
-    assert "(odd ) ( name)" in text(HYBRID, "stat")
-    assert parse_faults(text(HYBRID, "stat")) == (441, 0)
+    sizes = {"VmHWM": 10636, "VmRSS": 10636, "RssAnon": 6904, "RssFile": 3732, "RssShmem": 0}
+    assert status == {name: size * KIB for name, size in sizes.items()} | {"VmSwap": 0}
+    assert memory_of(status) == Memory(10636 * KIB, 6904 * KIB, 3732 * KIB, 0, 0)
+    without_swap = {"VmRSS": 3, "RssAnon": 1, "RssFile": 1, "RssShmem": 1}
+    assert memory_of(without_swap) == Memory(3, 1, 1, 1, swap_bytes=0)
+    stat = text(HYBRID, "stat")
+    assert parse_faults(stat) == (441, 0)
+    monkeypatch.setattr(cgroup, "read_text", lambda path: stat)
+    assert cgroup.start_time(28737) == 320618
 
 
 def test_faults_of_this_process_are_the_kernels_count() -> None:
@@ -91,126 +57,6 @@ def test_faults_of_this_process_are_the_kernels_count() -> None:
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert before.ru_minflt <= minor <= after.ru_minflt
     assert before.ru_majflt <= major <= after.ru_majflt
-
-
-GROUPS = Path("/sys/fs/cgroup")
-
-
-def hierarchies(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: str
-) -> tuple[object, object]:
-    (kept := tmp_path / "mountinfo").write_text(table)
-    monkeypatch.setattr(cgroup, "MOUNTS", kept)
-    return cgroup.memory_hierarchy(), cgroup.pressure_hierarchy()
-
-
-@pytest.mark.parametrize("kernel", HYBRIDS)
-def test_mounts_of_a_hybrid_machine(
-    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = hierarchies(monkeypatch, tmp_path, text(kernel, "mountinfo"))
-    assert found == ((1, GROUPS / "memory"), GROUPS / "unified")
-
-
-def test_mounts_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = hierarchies(monkeypatch, tmp_path, text("v1-6.1", "mountinfo"))
-    assert found == ((1, GROUPS / "memory"), None)
-
-
-@pytest.mark.parametrize("kernel", V2)
-def test_mounts_of_version_2(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup, "MOUNTS", KERNEL / kernel / "mountinfo")
-    assert cgroup.pressure_hierarchy() == GROUPS
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "22 27 0:21 / /proc rw - proc proc rw\n",
-        # A v1 controller whose name only contains memory is another.
-        "35 31 0:32 / /sys/fs/cgroup/x rw - cgroup cgroup rw,name=memory\n",
-    ],
-)
-def test_mounts_without_a_memory_controller(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert hierarchies(monkeypatch, tmp_path, line) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("lines", "version1", "version2"),
-    [
-        *(
-            (text(kernel, "cgroup"), "/weighin.1234-5678.0", "/weighin.1234-5678.0")
-            for kernel in HYBRIDS
-        ),
-        *((text(kernel, "cgroup"), None, "/weighin.1234-5678.0") for kernel in V2),
-        ("4:cpu,memory:/a:b\n0::/c\n", "/a:b", "/c"),  # a line that v1's controllers share
-    ],
-)
-def test_the_groups_of_a_process(
-    monkeypatch: pytest.MonkeyPatch, lines: str, version1: str | None, version2: str
-) -> None:
-    monkeypatch.setattr(cgroup, "read_text", lambda path: lines)
-    assert [cgroup._group_of(7, version) for version in (1, 2)] == [version1, version2]
-
-
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A v2 tree of plain files that the kernel is said to have mounted."""
-    table = tmp_path / "mountinfo"
-    table.write_text(f"31 23 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
-    monkeypatch.setattr(cgroup, "MOUNTS", table)
-    (tmp_path / "cgroup.controllers").write_text("cpu io memory pids\n")
-    return tmp_path
-
-
-def test_the_v2_hierarchy_where_it_has_the_memory_controller(tree: Path) -> None:
-    assert cgroup.memory_hierarchy() == (2, tree)
-    assert cgroup.pressure_hierarchy() == tree
-
-
-def test_no_hierarchy_where_v2_lacks_the_memory_controller(tree: Path) -> None:
-    (tree / "cgroup.controllers").write_text("cpu io pids\n")
-    assert cgroup.memory_hierarchy() is None
-    assert cgroup.memory_cgroup_of(os.getpid()) is None
-
-
-def test_the_folder_and_the_psi_file_of_a_process(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: "/cell")
-    assert cgroup.memory_cgroup_of(1) is None  # named, but not to be seen from here
-    (tree / "cell").mkdir()
-    assert cgroup.memory_cgroup_of(1) == tree / "cell"
-    assert cgroup.pressure_file_of(1) is None  # PSI is off
-    (tree / "cell" / "memory.pressure").touch()
-    assert cgroup.pressure_file_of(1) == tree / "cell" / "memory.pressure"
-
-
-def test_the_root_groups_psi_is_nobodys(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tree / "memory.pressure").touch()
-    monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: "/")
-    assert cgroup.pressure_file_of(1) is None
-
-
-@pytest.mark.parametrize(
-    ("root", "group", "folder"),
-    [
-        ("/docker/0a1b", "/docker/0a1b", "."),  # in a container: its own group is all that it sees
-        ("/docker/0a1b", "/docker/0a1b/below", "below"),
-        ("/docker/0a1b", "/docker/0a1bc", "docker/0a1bc"),  # another that only begins so
-        ("/", "/docker/0a1b", "docker/0a1b"),
-        ("/", "/", "."),
-    ],
-)
-def test_the_folder_where_only_a_part_of_the_hierarchy_is_mounted(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, root: str, group: str, folder: str
-) -> None:
-    (tree / "mountinfo").write_text(f"31 23 0:28 {root} {tree} ro - cgroup2 cgroup2 rw\n")
-    monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: group)
-    (tree / folder).mkdir(parents=True, exist_ok=True)
-    assert cgroup.memory_cgroup_of(1) == tree / folder
 
 
 def test_a_process_that_is_gone_has_no_groups_and_no_start() -> None:
@@ -249,7 +95,118 @@ def test_a_run_with_its_own_lock_removes_only_what_was_left_with_it(
     assert cgroup.is_left_behind(f"{pid}-1-{rest.partition('.')[0]}.3")
 
 
-def test_the_start_of_a_process_whose_name_has_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
-    stat = text(HYBRID, "stat")
-    monkeypatch.setattr(cgroup, "read_text", lambda path: stat)
-    assert cgroup.start_time(28737) == 320618
+@pytest.fixture
+def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    table = tmp_path / "mountinfo"
+    monkeypatch.setattr(cgroup, "MOUNTS", table)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("table", "memory", "pressure"),
+    [
+        *((text(kernel, "mountinfo"), (1, GROUPS / "memory"), GROUPS / "unified") for kernel in HYBRIDS),
+        (text("v1-6.1", "mountinfo"), (1, GROUPS / "memory"), None),
+        ("22 27 0:21 / /proc rw - proc proc rw\n", None, None),
+        # A v1 controller whose name only contains memory is another.
+        ("35 31 0:32 / /sys/fs/cgroup/x rw - cgroup cgroup rw,name=memory\n", None, None)
+    ],
+    ids=[*HYBRIDS, "v1", "none", "another controller"],
+)  # fmt: skip
+def test_the_hierarchies_of_a_machine(
+    mounts: Path, table: str, memory: tuple[int, Path] | None, pressure: Path | None
+) -> None:
+    mounts.write_text(table)
+    assert (cgroup.memory_hierarchy(), cgroup.pressure_hierarchy()) == (memory, pressure)
+
+
+@pytest.mark.parametrize("kernel", V2)
+def test_mounts_of_version_2(kernel: str, mounts: Path) -> None:
+    mounts.write_text(text(kernel, "mountinfo"))
+    assert cgroup.pressure_hierarchy() == GROUPS
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"/mnt/caf\xe9", "/mnt/line\u2028end".encode(), "/mnt/no\u00a0break".encode(), b"/a\x0bb"],
+    ids=["no UTF-8", "line end", "no break", "vertical tab"],
+)
+def test_a_mount_point_of_any_bytes_ends_nothing(name: bytes, mounts: Path) -> None:
+    mounts.write_bytes(
+        b"24 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        b"25 1 8:1 / " + name + b" rw - ext4 /dev/sda1 rw\n"
+        b"26 1 0:24 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+        b"27 1 0:25 / " + name + b"/unified rw - cgroup2 cgroup2 rw\n"
+    )
+    assert environment.file_system_of(mounts.parent) == "ext4"
+    assert cgroup.memory_hierarchy() == (1, GROUPS / "memory")
+    assert cgroup.pressure_hierarchy() == Path(os.fsdecode(name)) / "unified"
+
+
+CELL = "/weighin.1234-5678.0"
+
+
+@pytest.mark.parametrize(
+    ("lines", "version1", "version2"),
+    [
+        *((text(kernel, "cgroup"), CELL, CELL) for kernel in HYBRIDS),
+        *((text(kernel, "cgroup"), None, CELL) for kernel in V2),
+        ("4:cpu,memory:/a:b\n0::/c\n", "/a:b", "/c"),
+    ],
+    ids=[*HYBRIDS, *V2, "a line that v1's controllers share"],
+)
+def test_the_groups_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, lines: str, version1: str | None, version2: str
+) -> None:
+    monkeypatch.setattr(cgroup, "read_text", lambda path: lines)
+    assert [cgroup._group_of(7, version) for version in (1, 2)] == [version1, version2]
+
+
+@pytest.fixture
+def tree(tmp_path: Path, mounts: Path) -> Path:
+    """A v2 tree of plain files that the kernel is said to have mounted."""
+    mounts.write_text(f"31 23 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
+    (tmp_path / "cgroup.controllers").write_text("cpu io memory pids\n")
+    return tmp_path
+
+
+def test_the_v2_hierarchy_counts_memory_only_with_the_memory_controller(tree: Path) -> None:
+    assert cgroup.memory_hierarchy() == (2, tree)
+    assert cgroup.pressure_hierarchy() == tree
+    (tree / "cgroup.controllers").write_text("cpu io pids\n")
+    assert cgroup.memory_hierarchy() is None
+    assert cgroup.memory_cgroup_of(os.getpid()) is None
+
+
+def test_the_folder_and_the_psi_file_of_a_process(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: "/cell")
+    assert cgroup.memory_cgroup_of(1) is None  # named, but not to be seen from here
+    (tree / "cell").mkdir()
+    assert cgroup.memory_cgroup_of(1) == tree / "cell"
+    assert cgroup.pressure_file_of(1) is None  # PSI is off
+    for folder in (tree, tree / "cell"):
+        (folder / "memory.pressure").touch()
+    assert cgroup.pressure_file_of(1) == tree / "cell" / "memory.pressure"
+    monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: "/")
+    assert cgroup.pressure_file_of(1) is None  # the root group's PSI is nobody's
+
+
+@pytest.mark.parametrize(
+    ("root", "group", "folder"),
+    [
+        ("/docker/0a1b", "/docker/0a1b", "."),  # in a container: its own group is all that it sees
+        ("/docker/0a1b", "/docker/0a1b/below", "below"),
+        ("/docker/0a1b", "/docker/0a1bc", "docker/0a1bc"),  # another that only begins so
+        ("/", "/docker/0a1b", "docker/0a1b"),
+        ("/", "/", "."),
+    ],
+)
+def test_the_folder_where_only_a_part_of_the_hierarchy_is_mounted(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, root: str, group: str, folder: str
+) -> None:
+    (tree / "mountinfo").write_text(f"31 23 0:28 {root} {tree} ro - cgroup2 cgroup2 rw\n")
+    monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: group)
+    (tree / folder).mkdir(parents=True, exist_ok=True)
+    assert cgroup.memory_cgroup_of(1) == tree / folder

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,45 +71,36 @@ def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch
     silent = Silent(*"ab" * 1000)
     with pytest.raises(ConfigError, match="no node says what it has: a"):
         silent.find()
-    silent._labels, silent._code, asked = {}, "", []
+    silent._labels, silent._code = {}, ""
+    asked: list[tuple[int, str]] = []
 
-    class Task:
-        def options(self, *, num_gpus: float, label_selector: dict[str, str]) -> "Task":
-            asked.append((num_gpus, label_selector))
-            return self
+    def options(*, num_gpus: int, label_selector: dict[str, str]) -> Any:
+        asked.append((num_gpus, label_selector["ray.io/node-id"]))
+        return SimpleNamespace(remote=lambda _: SimpleNamespace(future=Future))
 
-        def remote(self, _: object) -> "Task":
-            return self
-
-        def future(self) -> Future[Any]:
-            return Future()
-
-    monkeypatch.setattr(silent, "_task", Task(), raising=False)
+    monkeypatch.setattr(silent, "_task", SimpleNamespace(options=options), raising=False)
     Cluster.submit(silent, {}, {"c"}, 1)
     ((gpus, where),) = asked
-    assert where["ray.io/node-id"].startswith("!in(") and gpus == 1
-    assert set(where["ray.io/node-id"][4:-1].split(",")) == set("abc")
-
-
-def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Context:
-        def get_node_id(self) -> str:
-            return "a"
-
-    def denied() -> None:
-        raise PermissionError("environ")
-
-    monkeypatch.setattr("ray.get_runtime_context", Context)
-    monkeypatch.setattr("psutil.Process", denied)
-    place, told = cluster.run({"kind": "measure"})
-    assert (place, told["error"]["exit_code"]) == ("a", 2)
-    why = "weighin does not start on this node: PermissionError('environ')"
-    assert told["error"]["message"] == why
+    assert where.startswith("!in(") and gpus == 1
+    assert set(where[4:-1].split(",")) == set("abc")
 
 
 def test_a_node_that_is_lost_before_it_answers_does_not_measure() -> None:
     with pytest.raises(ConfigError, match="no node says what it has: a"):
         Silent("a").find()
+
+
+def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied() -> None:
+        raise PermissionError("environ")
+
+    here = SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
+    monkeypatch.setattr("psutil.Process", denied)
+    place, told = cluster.run({"kind": "measure"})
+    assert (place, told["error"]["exit_code"]) == ("a", 2)
+    why = "weighin does not start on this node: PermissionError('environ')"
+    assert told["error"]["message"] == why
 
 
 def test_a_signal_ends_the_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

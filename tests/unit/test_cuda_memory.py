@@ -23,7 +23,6 @@ class Allocator:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
-        self.allocated = 512
         self.stats = {
             "requested_bytes.all.peak": 6290,
             "allocated_bytes.all.peak": 6416,
@@ -32,11 +31,7 @@ class Allocator:
             "reserved_bytes.all.current": 2097152,
             "allocated_bytes.small_pool.peak": 2,
         }
-        self.properties: dict[str, Any] = {
-            "name": "Example 80GB",
-            "total_memory": 1000,
-            "uuid": "ab-cd",
-        }
+        self.properties = {"name": "Example 80GB", "total_memory": 1000, "uuid": "ab-cd"}
         self.backend = "native"
         self.peaks = {0: 0, 1: 512, 2: 0}
         self.looks = 0
@@ -54,47 +49,44 @@ class Allocator:
         self.looks += 1
         return self.free_bytes[self.looks - 1], self.total_bytes
 
+    def note(self, name: str) -> Any:
+        return lambda device=None, **_: self.calls.append((name, device))
+
+    def functions(self) -> dict[str, Any]:
+        """The functions of torch.cuda that it stands for."""
+        noted = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
+        return {name: self.note(name) for name in noted} | {
+            "reset_peak_host_memory_stats": lambda: None,
+            "host_memory_stats": lambda: {"allocated_bytes.peak": 4096, "other": 1},
+            "get_device_properties": lambda device: SimpleNamespace(**self.properties),
+            "get_allocator_backend": lambda: self.backend,
+            "device_count": lambda: len(self.peaks),
+            "max_memory_allocated": lambda index: self.peaks[index],
+            "memory_summary": lambda device, abbreviated: f"{device} {abbreviated}",
+            "set_per_process_memory_fraction": lambda share, _: self.note("fraction")(share),
+            "memory_allocated": lambda device: 512,
+            "memory_stats": lambda device: self.stats,
+            "mem_get_info": self.mem_get_info,
+        }
+
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     allocator = Allocator()
-
-    def note(name: str) -> Any:
-        return lambda device=None, **_: allocator.calls.append((name, device))
-
-    monkeypatch.setattr(torch, "zeros", lambda size, device: note("zeros")(device))
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, note(name))
-    monkeypatch.setattr(torch.cuda, "reset_peak_host_memory_stats", lambda: None)
-    monkeypatch.setattr(
-        torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.peak": 4096, "other": 1}
-    )
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**allocator.properties)
-    )
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator.backend)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(allocator.peaks))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: allocator.peaks[index])
-    monkeypatch.setattr(
-        torch.cuda, "memory_summary", lambda device, abbreviated: f"{device} {abbreviated}"
-    )
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda fraction, device: allocator.calls.append(("fraction", fraction)),
-    )
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocator.allocated)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: allocator.stats)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", allocator.mem_get_info)
+    for name, function in allocator.functions().items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch, "zeros", lambda size, device: allocator.note("zeros")(device))
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of the sampling's end
     yield allocator
     for thread in threading.enumerate():
         if thread.name == "cuda sampler":
-            thread.join(10)
+            thread.join(60)
 
 
-def test_the_context_is_made_before_the_first_reset(allocator: Allocator) -> None:
-    CudaMemory(DEVICE)
+def test_the_context_is_made_before_the_first_reset_and_each_call_names_the_device(
+    allocator: Allocator,
+) -> None:
+    memory = CudaMemory(DEVICE)
     assert allocator.calls == [
         ("set_device", 1),
         ("zeros", DEVICE),
@@ -102,24 +94,22 @@ def test_the_context_is_made_before_the_first_reset(allocator: Allocator) -> Non
         ("empty_cache", None),
         ("reset_peak_memory_stats", DEVICE),
     ]
+    allocator.calls.clear()
+    memory.synchronize()
+    memory.reset()
+    assert allocator.calls == [("synchronize", DEVICE), ("reset_peak_memory_stats", DEVICE)]
 
 
-def test_a_phase_gets_the_peaks_of_both_allocators(allocator: Allocator) -> None:
-    assert CudaMemory(DEVICE).peaks() == {
+def test_the_figures_of_a_phase_are_the_allocators_own(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE)
+    assert memory.allocated() == 512
+    assert memory.summary() == "cuda:1 True"
+    assert memory.peaks() == {
         "peak_cuda_requested_bytes": 6290,
         "peak_cuda_allocated_bytes": 6416,
         "peak_cuda_reserved_bytes": 6484,
         "peak_pinned_bytes": 4096,
     }
-
-
-def test_each_call_names_the_device(allocator: Allocator) -> None:
-    memory = CudaMemory(DEVICE)
-    allocator.calls.clear()
-    memory.synchronize()
-    memory.reset()
-    assert memory.allocated() == 512
-    assert allocator.calls == [("synchronize", DEVICE), ("reset_peak_memory_stats", DEVICE)]
 
 
 def test_the_timeline_is_what_the_driver_and_the_allocator_hold(allocator: Allocator) -> None:
@@ -152,14 +142,11 @@ def test_a_limit_loses_no_byte_on_its_way_through_a_fraction(
 
 
 def test_a_limit_above_the_device_is_left_to_torch_which_refuses_it(allocator: Allocator) -> None:
-    allocator.total_bytes = 4 * GIB
-    CudaMemory(DEVICE, 8 * GIB)
-    assert dict(allocator.calls)["fraction"] > 1
-
-
-def test_without_a_limit_no_fraction_is_set(allocator: Allocator) -> None:
     CudaMemory(DEVICE)
     assert "fraction" not in dict(allocator.calls)
+    allocator.looks, allocator.total_bytes = 0, 4 * GIB
+    CudaMemory(DEVICE, 8 * GIB)
+    assert dict(allocator.calls)["fraction"] > 1
 
 
 def test_the_device_is_described_as_the_drivers_tools_name_it(allocator: Allocator) -> None:
@@ -186,27 +173,16 @@ def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
     assert memory.notes_at_end() == ["the load also used cuda:2, but all figures are of cuda:1"]
 
 
-def test_the_summary_is_the_allocators_own(allocator: Allocator) -> None:
-    assert CudaMemory(DEVICE).summary() == "cuda:1 True"
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), True),
-        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might"), True),
-        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
-        (RuntimeError("CUDA error: out of memory, said a strategy"), False),
-        (MemoryError(), False),
-    ],
-)
-def test_a_gpu_without_memory_is_told_from_other_errors(
-    error: BaseException, expected: bool
-) -> None:
-    assert is_out_of_memory(error) == expected
-
-
-def test_a_gpu_without_memory_is_told_through_the_words_of_a_library() -> None:
+def test_a_gpu_without_memory_is_told_from_other_errors() -> None:
+    lack = torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might")
+    assert is_out_of_memory(lack)
+    assert is_out_of_memory(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    for other in (
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: out of memory, said a strategy"),
+        MemoryError(),
+    ):
+        assert not is_out_of_memory(other)
     put_into_words = CheckpointError("from_pretrained fails", "")
     put_into_words.__cause__ = torch.AcceleratorError("CUDA error: out of memory")
     assert classify(put_into_words, "streaming") == (Outcome.CUDA_OOM, "CUDA error: out of memory")

@@ -50,9 +50,6 @@ def enabled(group: Path) -> list[str]:
     return (group / "cgroup.subtree_control").read_text().split()
 
 
-# -- the folder for groups
-
-
 def test_root_makes_groups_in_the_root_of_the_memory_hierarchy(kernel: Kernel) -> None:
     assert cgroup.groups_root() == kernel.memory
 
@@ -134,9 +131,6 @@ def test_a_process_that_ends_before_it_is_moved_does_not_keep_the_others(v2: Ker
     assert members(group / LEAF) == [os.getpid()]
 
 
-# -- where no groups can be made
-
-
 def no_memory_controller(kernel: Kernel) -> None:
     kernel.mounts.write_text("")
 
@@ -193,9 +187,6 @@ def test_in_a_scope_without_the_memory_controller_all_processes_stay_where_they_
     assert not moved or members(group / LEAF) == moved
 
 
-# -- the RAM of cells
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "total_ram_bytes", lambda: 64 * GIB)
@@ -235,9 +226,6 @@ def test_on_v1_the_limit_around_this_process_holds_for_cells_only_without_groups
     cgroup.groups_root.cache_clear()
     refuse_root(kernel)
     assert cgroup.ram_bytes("process") == (4 * GIB, 3 * GIB)
-
-
-# -- a delegated scope of systemd
 
 
 @pytest.fixture

@@ -32,15 +32,12 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_commit_of_the_folder_that_a_run_is_started_in(tree: Path) -> None:
     commit = git(tree, "rev-parse", "HEAD")
-    assert environment.code() == {
-        "weighin": __version__,
-        "git_commit": commit,
-        "git_dirty": False,
-    }
+    clean = {"weighin": __version__, "git_commit": commit, "git_dirty": False}
+    assert environment.code() == clean
     (tree / "results.csv").write_text("not tracked")
-    assert environment.code()["git_dirty"] is False
+    assert environment.code() == clean
     (tree / "loader.py").write_text("second")
-    assert environment.code()["git_dirty"] is True
+    assert environment.code() == clean | {"git_dirty": True}
 
 
 def fsmonitor(tree: Path, program: str) -> None:
@@ -61,17 +58,20 @@ def filter_of_an_included_file(tree: Path, program: str) -> None:
 def monitor_of_a_submodule(tree: Path, program: str) -> None:
     git(tree, "clone", "--quiet", ".", "inner")
     git(tree, "add", "inner")
-    git(tree / "inner", "config", "core.fsmonitor", program)
+    fsmonitor(tree / "inner", program)
     clean_filter(tree / "inner", program)
     (tree / "inner" / "loader.py").write_text("other")
 
 
 def server_of_missing_objects(tree: Path, program: str) -> None:
-    git(tree, "config", "remote.far.url", str(tree))
-    git(tree, "config", "remote.far.uploadpack", program)
-    git(tree, "config", "remote.far.promisor", "true")
-    git(tree, "config", "extensions.partialClone", "far")
-    git(tree, "config", "core.repositoryFormatVersion", "1")
+    for setting in (
+        f"remote.far.url {tree}",
+        f"remote.far.uploadpack {program}",
+        "remote.far.promisor true",
+        "extensions.partialClone far",
+        "core.repositoryFormatVersion 1",
+    ):
+        git(tree, "config", *setting.split())
     kept = git(tree, "rev-parse", "HEAD")
     for path in (tree / ".git/objects").glob("??/*"):
         if path.parent.name + path.name != kept:
@@ -135,11 +135,13 @@ def test_a_record_holds_no_variable_but_those_that_change_figures(
         "GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_CONF", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
         "PYTHONDEVMODE", "PYTHONMALLOC", "PYTHONOPTIMIZE",
     }  # fmt: skip
-    for name in changing:
-        monkeypatch.setenv(name, "3")
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setenv("OMP_TOKEN", "secret")
-    monkeypatch.setenv("TORCH_URL", "https://a:hf_" + "secret" * 3)
+    secrets = {
+        "HF_TOKEN": "secret",
+        "OMP_TOKEN": "secret",
+        "TORCH_URL": "https://a:hf_" + "secret" * 3,
+    }
+    for name, value in (dict.fromkeys(changing, "3") | secrets).items():
+        monkeypatch.setenv(name, value)
     machine = environment.machine()
     assert {name for name, value in machine["settings"].items() if value == "3"} >= changing
     assert machine["settings"]["TORCH_URL"] == "https://a:hf_***"

@@ -1,16 +1,23 @@
-"""A memory cgroup as a folder of files: its figures, its limit, and its high-water mark."""
+"""A memory cgroup as a folder of recorded files: its figures, its samples, its limit, what doctor says."""
 
 import os
 import shutil
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from snapshots import Compare
 from test_cgroup_probe import KERNEL, V1, V2
 
-from weighin.probes.cgroup import Cgroup, Counters
+from weighin import doctor, slow_disk
+from weighin.errors import IsolationUnavailable
+from weighin.probes.cgroup import Cgroup, Counters, parse_numbers, room_in
+from weighin.probes.sampler import Sampler
 from weighin.units import MIB
+
+NO_PID = 2**22 + 1  # which no process has
 
 
 def make_group(folder: Path, kernel: str) -> Cgroup:
@@ -61,52 +68,42 @@ def test_the_figures_of_a_group(tmp_path: Path, kernel: str) -> None:
     assert (events and events["oom_kill"]) == (1 if kernel in V2 else None)
 
 
-@pytest.mark.parametrize(("kernel", "lifted"), [("hybrid-6.18", "-1"), ("v2-6.12", "max")])
-def test_the_limit_is_lifted(tmp_path: Path, kernel: str, lifted: str) -> None:
-    group = make_group(tmp_path, kernel)
-    for file in ("memory.high", "memory.swap.max"):  # as under a soft limit
-        (tmp_path / file).write_text("0")
-    group.raise_limit()
+@pytest.mark.parametrize(
+    ("kernel", "written", "lifted"), [("hybrid-6.18", "0", "-1"), ("v2-6.12", "reset\n", "max")]
+)
+def test_what_each_kernel_wants_written(
+    tmp_path: Path, kernel: str, written: str, lifted: str
+) -> None:
+    with closing(make_group(tmp_path, kernel)) as group:
+        assert group.reset_peak()
+        # A plain file keeps what stood behind it.
+        assert group.file("peak").read_text().startswith(written)
+        for file in ("memory.high", "memory.swap.max"):  # as under a soft limit
+            (tmp_path / file).write_text("0")
+        group.raise_limit()
     assert group.file("limit").read_text() == lifted
     if group.version == 2:
         assert (tmp_path / "memory.high").read_text() == "max"
         assert group.file("swap").read_text() == "0"  # what thrashes must not swap instead
 
 
-def test_a_group_that_is_gone_gives_none_never_zero(tmp_path: Path) -> None:
+def test_what_a_kernel_or_a_group_lacks_is_none_never_zero(tmp_path: Path) -> None:
     group = Cgroup(tmp_path / "gone", tmp_path / "gone" / "psi")
     for each in (group, Cgroup(tmp_path)):
-        with closing(each):
-            assert each.counters() == Counters()
+        assert each.counters() == Counters()
+        assert each.read_peak() is None
+        assert not each.reset_peak()  # before Linux 5.19
+        each.close()
+        each.close()
     group.raise_limit()
-
-
-def test_a_kernel_without_the_refault_counter_gives_none(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text("anon 1\nworkingset_refault 7\n")  # v2 before 5.9
-    with closing(Cgroup(tmp_path)) as group:
-        assert group.counters().refaults is None
+    with closing(Cgroup(tmp_path)) as before:
+        assert before.counters().refaults is None
 
 
-@pytest.mark.parametrize(("kernel", "written"), [("hybrid-6.18", "0"), ("v2-6.12", "reset\n")])
-def test_a_mark_is_reset_by_what_its_kernel_wants_written(
-    tmp_path: Path, kernel: str, written: str
-) -> None:
-    group = make_group(tmp_path, kernel)
-    with closing(group):
-        assert group.reset_peak()
-    # A plain file keeps what stood behind it.
-    assert group.file("peak").read_text().startswith(written)
-
-
-def test_no_mark_before_linux_5_19(tmp_path: Path) -> None:
-    group = Cgroup(tmp_path)
-    assert group.read_peak() is None
-    assert not group.reset_peak()
-    group.close()
-    group.close()
-
-
-@pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(30, "read-only")])
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "denied"), OSError(30, "read-only")], ids=["denied", "read-only"]
+)
 def test_a_mark_that_may_only_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
@@ -121,3 +118,103 @@ def test_a_mark_that_may_only_be_read(
     with closing(group):
         assert group.read_peak() == 24 * MIB
         assert not group.reset_peak()
+
+
+@pytest.mark.parametrize("kernel", [*V1, *V2])
+def test_the_sample_of_a_group(tmp_path: Path, kernel: str) -> None:
+    group = make_group(tmp_path, kernel)
+    stat = parse_numbers(group.file("stat").read_text())
+    prefix = "" if kernel in V2 else "total_"
+    memory = Sampler(NO_PID, list, group)
+    sample = memory.read(7, [])
+    assert sample
+    assert sample.t_ns == 7
+    assert sample.cgroup_bytes == RECORDED[kernel].usage
+    assert sample.freed_bytes is not None
+    assert sample.anon_bytes + sample.freed_bytes == stat["anon" if kernel in V2 else "total_rss"]
+    assert sample.cgroup_file_bytes == stat["file" if kernel in V2 else "total_cache"]
+    assert sample.shmem_bytes == sample.cgroup_shmem_bytes == stat[f"{prefix}shmem"]
+    assert sample.minor_faults + sample.major_faults == stat[f"{prefix}pgfault"]
+    assert sample.rss_bytes == sample.anon_bytes + sample.file_bytes + sample.shmem_bytes
+    memory._look()
+    assert memory.oom_kills == 1
+    assert room_in(tmp_path) == 24 * MIB
+    if kernel in V2:
+        assert sample.kernel_bytes == stat.get("kernel", sample.kernel_bytes)
+        assert sample.kernel_bytes is not None
+        assert sample.kernel_bytes >= stat["slab"]
+        parts = (sample.socket_bytes, sample.slab_bytes, sample.kernel_reclaimable_bytes)
+        assert parts == (stat["sock"], stat["slab"], stat["slab_reclaimable"])
+    files = stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
+    found = sample.page_cache_bytes + sample.freed_bytes
+    assert found == pytest.approx(files, abs=64 * 4096)  # some pages are on no list for a moment
+    assert memory.pids() == []
+
+
+STAT = {
+    "anon": 300, "file": 150, "shmem": 20, "active_file": 10, "inactive_file": 220, "unevictable": 0,
+    "kernel": 50, "slab_reclaimable": 30, "sock": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "anon", "locked", "freed", "needed"),
+    [
+        # 130 file pages, and 230 pages on the lists of files: 100 are freed.
+        ({}, 200, 0, 100, 244),
+        ({"inactive_file": 60, "unevictable": 60}, 300, 60, 0, 404),
+        # The others are on no list now.
+        ({"inactive_file": 60, "unevictable": 15}, 300, 15, 0, 359),
+        ({"kernel": 20}, 200, 0, 100, 224)
+    ],
+    ids=["freed", "locked", "in part locked", "kernel"],
+)  # fmt: skip
+def test_what_the_kernel_can_reclaim_is_not_needed(
+    tmp_path: Path, changes: dict[str, int], anon: int, locked: int, freed: int, needed: int
+) -> None:
+    group = Cgroup(tmp_path)
+    group.file("usage").write_text("999")
+    lines = [f"{name} {number}" for name, number in (STAT | changes).items()]
+    group.file("stat").write_text("\n".join(lines))
+    sample = Sampler(NO_PID, list, group).read(7, [])
+    assert sample
+    figures = (sample.anon_bytes, sample.locked_bytes, sample.freed_bytes, sample.needed_bytes)
+    assert figures == (anon, locked, freed, needed)
+
+
+def test_what_the_doctor_says_of_each_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: Compare
+) -> None:
+    told = []
+    for resets, kernels in ((True, (*V1, *V2)), (False, ("v2-6.12",))):
+        if not resets:
+            monkeypatch.setattr(Cgroup, "reset_peak", lambda _: False)
+        for kernel in kernels:
+            (folder := tmp_path / f"{kernel} {resets}").mkdir()
+            told.append(f"{kernel}:" if resets else f"{kernel} without a reset:")
+            found = doctor.of_group(make_group(folder, kernel))
+            told += [f"  {one.subject}: {one.verdict}: {one.detail}" for one in found]
+    same("doctor.txt", "\n".join(told) + "\n")
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_slow_disk_on_a_fresh_machine_and_for_containers(
+    is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(*, in_container: bool) -> None:
+        if in_container and is_refused:
+            raise IsolationUnavailable("they may not read it", "write a line")
+
+    def mount(folder: Path, *_: object) -> object:
+        assert folder.exists()
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "none" / "yet"))
+    monkeypatch.setattr(slow_disk, "check", check)
+    monkeypatch.setattr(slow_disk, "Mount", mount)
+    found = doctor._slow_disk()
+    assert (found.verdict, found.detail) == (
+        ("partly", "they may not read it. write a line")
+        if is_refused
+        else ("yes", "FUSE has mounted a folder a second time")
+    )

@@ -12,36 +12,16 @@ import pytest
 from weighin.cell import encode_job
 from weighin.phase_reporter import JOB
 from weighin.probes.process import read_status
-from weighin.result import Memory, Phase
 from weighin.units import KIB, MIB
 from weighin.worker import phases as module
 from weighin.worker.cuda import CudaMemory
 from weighin.worker.phases import Marks
 
+Sent = list[dict[str, Any]]
+
 MS = 1_000_000
 HELD = 64 * MIB
 SLACK = 2 * MIB  # what the tests' own lines take
-
-
-class Parent:
-    """Takes down what a worker says; each mark that it takes costs 3 ms."""
-
-    def __init__(self, clock: SimpleNamespace) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self._clock = clock
-
-    def send(self, event: str, **fields: Any) -> None:
-        self.events.append((event, fields))
-        if event == "phase":
-            self._clock.now += 3 * MS
-
-    @property
-    def phases(self) -> list[Phase]:
-        return [
-            Phase(**fields | {"end": Memory(**fields["end"])})
-            for event, fields in self.events
-            if event == "phase"
-        ]
 
 
 @pytest.fixture
@@ -53,22 +33,32 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def parent(clock: SimpleNamespace) -> Parent:
-    return Parent(clock)
+def sent() -> Sent:
+    """What the parent is told, as the fields of each event; ``event`` is its kind."""
+    return []
 
 
 @pytest.fixture
-def marks(parent: Parent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Marks:
+def marks(
+    clock: SimpleNamespace, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Marks:
+    """Marks of a parent to whom each phase costs 3 ms."""
+
+    def send(event: str, **fields: Any) -> None:
+        sent.append({"event": event} | fields)
+        clock.now += 3 * MS * (event == "phase")
+
     (tmp_path / JOB).write_text(encode_job(fakes.JOB))
     monkeypatch.setattr(module, "end_with_parent", lambda _: None)
     marks = Marks(str(tmp_path))
-    monkeypatch.setattr(marks, "send", parent.send)
+    monkeypatch.setattr(marks, "send", send)
     return marks
 
 
 @pytest.fixture
 def area() -> Iterator[mmap.mmap]:
     with mmap.mmap(-1, HELD, mmap.MAP_PRIVATE) as area:
+        area.madvise(mmap.MADV_NOHUGEPAGE)
         yield area
 
 
@@ -77,53 +67,49 @@ def fill(area: mmap.mmap) -> None:
         area[offset] = 1
 
 
+def phases(sent: Sent) -> list[SimpleNamespace]:
+    return [SimpleNamespace(**fields) for fields in sent if fields["event"] == "phase"]
+
+
+def times(sent: Sent) -> list[tuple[str, int, int]]:
+    return [(phase.name, phase.start_ns, phase.end_ns) for phase in phases(sent)]
+
+
 @pytest.mark.usefixtures("no_garbage")
-def test_the_peak_of_a_phase_is_its_own(marks: Marks, parent: Parent, area: mmap.mmap) -> None:
+def test_the_peak_the_end_and_the_faults_of_a_phase_are_its_own(
+    marks: Marks, sent: Sent, area: mmap.mmap
+) -> None:
     with marks.phase("clean"):
         before = read_status()["VmRSS"]
-    with marks.phase("spike"):
+    with marks.phase("take"):
         fill(area)
+    with marks.phase("free"):
         area.madvise(mmap.MADV_DONTNEED)
     with marks.phase("after"):
         pass
-    _, spike, after = parent.phases
-    assert spike.peak_rss_bytes == pytest.approx(before + HELD, abs=SLACK)
-    assert spike.end.rss_bytes == pytest.approx(before, abs=SLACK)
+    clean, take, free, after = phases(sent)
+    ends = [phase.end for phase in (clean, take, free)]
+    assert take.peak_rss_bytes == pytest.approx(before + HELD, abs=SLACK)
+    assert free.peak_rss_bytes == pytest.approx(before + HELD, abs=SLACK)
     assert after.peak_rss_bytes == pytest.approx(before, abs=SLACK)
-
-
-@pytest.mark.usefixtures("no_garbage")
-def test_what_a_phase_holds_is_in_its_end(marks: Marks, parent: Parent, area: mmap.mmap) -> None:
-    with marks.phase("clean"):
-        pass
-    with marks.phase("take"):
-        fill(area)
-    clean, take = parent.phases
-    assert take.end.anon_bytes - clean.end.anon_bytes == pytest.approx(HELD, abs=SLACK)
-    assert take.end.rss_bytes == (take.end.anon_bytes + take.end.file_bytes + take.end.shmem_bytes)
     assert take.peak_rss_bytes % (4 * KIB) == 0
+    assert ends[1]["anon_bytes"] - ends[0]["anon_bytes"] == pytest.approx(HELD, abs=SLACK)
+    assert ends[2]["rss_bytes"] == pytest.approx(before, abs=SLACK)
+    for end in ends:
+        parts = [end[f"{kind}_bytes"] for kind in ("anon", "file", "shmem")]
+        assert end["rss_bytes"] == sum(parts)
+        assert "cuda_allocated_bytes" not in end
+    assert HELD // mmap.PAGESIZE <= take.minor_faults <= HELD // mmap.PAGESIZE + 2000
 
 
-def test_each_page_taken_is_a_fault(marks: Marks, parent: Parent, area: mmap.mmap) -> None:
-    area.madvise(mmap.MADV_NOHUGEPAGE)
-    with marks.phase("take"):
-        fill(area)
-    pages = HELD // mmap.PAGESIZE
-    assert pages <= parent.phases[0].minor_faults <= pages + 2000
-
-
-def test_phases_do_not_nest(marks: Marks, parent: Parent) -> None:
-    with (
-        pytest.raises(RuntimeError) as caught,
-        marks.phase("outer"),
-        marks.phase("inner"),
-    ):
+def test_phases_do_not_nest(marks: Marks, sent: Sent) -> None:
+    with pytest.raises(RuntimeError) as caught, marks.phase("outer"), marks.phase("inner"):
         pass
-    assert (
-        str(caught.value)
-        == "phase 'inner' begins inside 'outer', but a phase cannot begin before the previous phase has ended"
+    assert str(caught.value) == (
+        "phase 'inner' begins inside 'outer', but a phase cannot begin before the previous phase has"
+        " ended"
     )
-    assert [phase.name for phase in parent.phases] == ["outer"]
+    assert [phase.name for phase in phases(sent)] == ["outer"]
 
 
 def test_a_phase_that_is_still_open_after_a_strategy_is_refused(marks: Marks) -> None:
@@ -136,44 +122,44 @@ def test_a_phase_that_is_still_open_after_a_strategy_is_refused(marks: Marks) ->
         marks.flush()
 
 
-def test_a_phase_that_fails_is_marked_and_the_next_may_begin(marks: Marks, parent: Parent) -> None:
+def test_a_phase_that_fails_is_marked_and_the_next_may_begin(marks: Marks, sent: Sent) -> None:
     with pytest.raises(KeyError), marks.phase("read"):
         raise KeyError("h.0")
     with marks.phase("again"):
         pass
-    assert [phase.name for phase in parent.phases] == ["read", "again"]
+    assert [phase.name for phase in phases(sent)] == ["read", "again"]
 
 
-def test_a_phase_is_announced_when_it_begins(
-    marks: Marks, parent: Parent, clock: SimpleNamespace
+def test_a_phase_is_announced_when_it_begins_and_the_time_in_marks_is_kept_apart(
+    marks: Marks, sent: Sent, clock: SimpleNamespace
 ) -> None:
     with marks.phase("read"):
-        assert parent.events == [("told", {"phase": "read"})]
+        assert sent == [{"event": "told", "phase": "read"}]
         clock.now += 5 * MS
-    assert [event for event, _ in parent.events] == ["told", "phase"]
-    assert (parent.phases[0].start_ns, parent.phases[0].end_ns) == (0, 5 * MS)
+    assert [fields["event"] for fields in sent] == ["told", "phase"]
+    assert times(sent) == [("read", 0, 5 * MS)]
+    with marks.phase("again"):
+        clock.now += 2 * MS
+    assert marks.spent_ns == 2 * 3 * MS
 
 
 @pytest.mark.parametrize(
-    ("gap_ns", "waited_ns", "expected"),
+    ("gap_ns", "waited_ns", "rest"),
     [
-        (MS - 1, 0, [("a", 0, 2 * MS), ("b", 5 * MS, 8 * MS - 1)]),  # goes to the second phase
-        (MS, 0, [("a", 0, 2 * MS), ("other", 5 * MS, 6 * MS), ("b", 9 * MS, 11 * MS)]),
-        (MS, 1, [("a", 0, 2 * MS), ("b", 5 * MS, 8 * MS)]),  # another process ran meanwhile
-        (
-            100 * MS,
-            100 * MS,
-            [("a", 0, 2 * MS), ("other", 5 * MS, 105 * MS), ("b", 108 * MS, 110 * MS)],
-        ),
+        (MS - 1, 0, [("b", 5 * MS, 8 * MS - 1)]),  # goes to the second phase
+        (MS, 0, [("other", 5 * MS, 6 * MS), ("b", 9 * MS, 11 * MS)]),
+        (MS, 1, [("b", 5 * MS, 8 * MS)]),  # another process ran meanwhile
+        (100 * MS, 100 * MS, [("other", 5 * MS, 105 * MS), ("b", 108 * MS, 110 * MS)]),
     ],
-)
+    ids=["short", "long enough", "not its own time", "waited long"],
+)  # fmt: skip
 def test_the_time_between_two_phases(
     marks: Marks,
-    parent: Parent,
+    sent: Sent,
     clock: SimpleNamespace,
     gap_ns: int,
     waited_ns: int,
-    expected: list[tuple[str, int, int]],
+    rest: list[tuple[str, int, int]],
 ) -> None:
     with marks.phase("a"):
         clock.now += 2 * MS
@@ -181,79 +167,52 @@ def test_the_time_between_two_phases(
     clock.waited += waited_ns
     with marks.phase("b"):
         clock.now += 2 * MS
-    assert [(p.name, p.start_ns, p.end_ns) for p in parent.phases] == expected
-
-
-def test_the_time_spent_in_marks_is_kept_apart(marks: Marks, clock: SimpleNamespace) -> None:
-    for _ in range(2):
-        with marks.phase("a"):
-            clock.now += 2 * MS
-    assert marks.spent_ns == 2 * 3 * MS
+    assert times(sent) == [("a", 0, 2 * MS), *rest]
 
 
 def test_what_ran_before_a_restart_is_left_out(
-    marks: Marks, parent: Parent, clock: SimpleNamespace, area: mmap.mmap
+    marks: Marks, sent: Sent, clock: SimpleNamespace, area: mmap.mmap
 ) -> None:
-    area.madvise(mmap.MADV_NOHUGEPAGE)
     fill(area)
     clock.now += 50 * MS
     marks.restart()
     with marks.phase("a"):
         clock.now += 2 * MS
-    (phase,) = parent.phases
-    assert (phase.name, phase.start_ns) == ("a", 50 * MS)
-    assert phase.minor_faults < 2000
+    assert times(sent) == [("a", 50 * MS, 52 * MS)]
+    assert phases(sent)[0].minor_faults < 2000
 
 
-def test_memory_is_this_processs(marks: Marks) -> None:
-    memory = marks.read()["memory"]
-    assert memory["rss_bytes"] == pytest.approx(read_status()["VmRSS"], abs=SLACK)
-    assert "cuda_allocated_bytes" not in memory
-
-
-class Cuda:
-    """The allocator's marks, with the order in which they are asked for."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-
-    def synchronize(self) -> None:
-        self._calls.append("synchronize")
-
-    def allocated(self) -> int:
-        return 7
-
-    def reset(self) -> None:
-        self._calls.append("reset")
-
-    def peaks(self) -> dict[str, int | None]:
-        self._calls.append("peaks")
-        return {"peak_cuda_allocated_bytes": 9}
-
-    def take_timeline(self) -> list[tuple[int, int, int]]:
-        return [(1, 2, 3)]
+def test_what_ends_or_begins_after_a_tests_body_is_no_phase(marks: Marks, sent: Sent) -> None:
+    with marks.phase("opened before the end"):
+        marks.is_over = True
+    with marks.phase("begun after it"):
+        pass
+    marks.close("body")
+    assert phases(sent) == []
+    marks.is_over = False  # the test runs again
+    with marks.phase("again"):
+        pass
+    assert [phase.name for phase in phases(sent)] == ["again"]
 
 
 def test_the_gpu_is_waited_for_read_and_only_then_reset(
     marks: Marks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    marks.cuda = cast(CudaMemory, Cuda(calls))
+
+    def called(name: str, answer: object = None) -> Any:
+        return lambda: calls.append(name) or answer  # type: ignore[func-returns-value]
+
+    gpu = SimpleNamespace(
+        synchronize=called("synchronize"),
+        allocated=lambda: 7,
+        reset=called("reset"),
+        peaks=called("peaks", {"peak_cuda_allocated_bytes": 9}),
+        take_timeline=lambda: [(1, 2, 3)],
+    )
+    marks.cuda = cast(CudaMemory, gpu)
     monkeypatch.setattr(marks, "send", lambda event, **fields: calls.append(event))
     with marks.phase("a"):
         calls.append("work")
     assert calls == ["told", "work", "synchronize", "peaks", "told", "phase", "reset"]
     assert marks.read()["memory"]["cuda_allocated_bytes"] == 7
-
-
-def test_what_ends_or_begins_after_a_tests_body_is_no_phase(marks: Marks, parent: Parent) -> None:
-    with marks.phase("opened before the end"):
-        marks.is_over = True
-    with marks.phase("begun after it"):
-        pass
-    marks.close("body")
-    assert parent.phases == []
-    marks.is_over = False  # the test runs again
-    with marks.phase("again"):
-        pass
-    assert [phase.name for phase in parent.phases] == ["again"]

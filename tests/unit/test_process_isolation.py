@@ -138,18 +138,13 @@ def test_a_program_that_does_not_exist_is_an_error(
     assert not adopt_orphans(adopt=False)
 
 
-def test_orphans_go_to_this_process_only_while_a_command_runs(start: Start) -> None:
-    running = start("exit 0")
-    assert adopt_orphans()
-    running.close()
-    assert not adopt_orphans(adopt=False)
-
-
-def test_a_close_ends_a_command_that_runs(start: Start) -> None:
+def test_a_close_ends_a_command_that_runs_and_the_adoption_of_orphans(start: Start) -> None:
     running = start("trap '' TERM; sleep 600 & wait")
     assert not running.wait(0)
+    assert adopt_orphans()
     running.close()
     assert not lives(running.pid)
+    assert not adopt_orphans(adopt=False)
 
 
 # -- daemons and orphans
@@ -374,18 +369,6 @@ def test_a_command_of_another_user_loses_no_measurement(
     assert (ended, ended.shell_code, ended.signal_name) == (Exit(None, still_runs=True), None, "")
     with pytest.raises(StillRunning):
         running.close()
-    assert not adopt_orphans(adopt=False)
-
-
-@pytest.mark.usefixtures("is_program")
-def test_a_worker_of_which_a_process_is_another_users(
-    tmp_path: Path, anothers: set[int], pipes: Piped
-) -> None:
-    running, pid = worker_with_daemon(tmp_path, pipes, "exit 4")
-    anothers.add(pid)
-    assert running.reap() == Exit(4)
-    running.close()
-    assert lives(pid)
     assert not adopt_orphans(adopt=False)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from again import EVICTED, tried_again
 
 from weighin.probes import page_cache
@@ -42,14 +43,12 @@ def test_both_ways_to_ask_agree(file: Path) -> None:
     with file.open("rb") as source:
         os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
         os.pread(source.fileno(), MIB, 2 * MIB)
-    assert ask(file, page_cache._cached_pages) == ask(file, page_cache._mincore_pages) == pages(MIB)
-    with file.open("rb") as source:
         assert page_cache.cached_share(source.fileno(), 2 * MIB + 5, MIB - 5) == 1
         assert page_cache.cached_share(source.fileno(), 2 * MIB + 5, MIB) < 1
-    file.read_bytes()
-    assert (
-        ask(file, page_cache._cached_pages) == ask(file, page_cache._mincore_pages) == pages(SIZE)
-    )
+    for size in (MIB, SIZE):
+        found = [ask(file, page_cache._cached_pages), ask(file, page_cache._mincore_pages)]
+        assert found == [pages(size)] * 2
+        file.read_bytes()
 
 
 @tried_again(EVICTED)
@@ -95,3 +94,80 @@ def test_root_is_told_of_another_users_file_where_nobody_may_write(file: Path) -
     command = ("unshare", "-m", "sh", "-c", mount, here, sys.executable, "-P", "-c", code)
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert int(printed) == pages(SIZE) * mmap.PAGESIZE
+
+
+# -- files that their reader neither owns nor may write: Linux does not tell what it caches of them
+
+SIZES = (3 * MIB, 70 * MIB + 4, 12)
+
+# Everything is imported, and used once, before: nobody may not be allowed to read the environment.
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+import torch
+from weighin.probes import page_cache
+from weighin.stream.model import load_streaming
+
+class Model(torch.nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        for number, size in enumerate(sizes):
+            self.register_buffer(f"b{number}", torch.zeros(size, dtype=torch.uint8))
+
+own, foreign, sizes = Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3])
+load_streaming(lambda: Model([5]), own)
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+"""
+LOAD = """
+model = load_streaming(lambda: Model(sizes), foreign)
+assert [b.sum().item() for b in model.buffers()] == [n * s for n, s in enumerate(sizes, 1)]
+"""
+ASK = """
+with foreign.open("rb") as opened:
+    share = page_cache.cached_share(opened.fileno(), 0, 4096)
+print(page_cache.cached([foreign]), page_cache.drop([foreign]), share == 1)
+"""
+
+
+@pytest.fixture
+def foreign(disk: Path) -> Path:
+    """A file of root's that everybody may read and nobody else may write."""
+    (folder := disk / "foreign").mkdir(exist_ok=True)
+    path = folder / "model.pt"
+    tensors = [torch.full((size,), at + 1, dtype=torch.uint8) for at, size in enumerate(SIZES)]
+    torch.save({f"b{at}": tensor for at, tensor in enumerate(tensors)}, path)
+    disk.chmod(0o755)
+    folder.chmod(0o755)
+    path.chmod(0o444)
+    return path
+
+
+def as_nobody(script: str, foreign: Path) -> str:
+    own = foreign.with_name("own.pt")
+    torch.save({"b0": torch.zeros(5, dtype=torch.uint8)}, own)
+    command = [sys.executable, "-c", AS_NOBODY + script, str(own), str(foreign), str(SIZES)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.root
+@tried_again("a file system, or another program that reads it, may keep pages of a file")
+def test_loading_a_cold_file_of_another_user_leaves_no_page_in_the_cache(foreign: Path) -> None:
+    assert page_cache.drop([foreign]) == 0
+    as_nobody(LOAD, foreign)
+    # Of the file's directory, which is read as any file; not of the tensors.
+    assert (page_cache.cached([foreign]) or 0) < MIB / 2
+
+
+@pytest.mark.root
+def test_the_cache_of_another_users_file_is_not_known_where_linux_does_not_tell(
+    foreign: Path,
+) -> None:
+    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    if release < (6, 15):
+        pytest.skip(f"Linux {os.uname().release} tells everybody what it caches: 6.15 does not")
+    foreign.read_bytes()
+    assert as_nobody(ASK, foreign) == "None None False\n"
