@@ -50,9 +50,9 @@ except (ImportError, RuntimeError):
 # The files that take longest, which start first so that no process of xdist ends long after the others.
 LONGEST = (
     "test_documented_runs.py",
-    "test_recommending.py",
     "test_zoo.py",
-    "test_pretrained_folders.py",
+    "test_own_models.py",
+    "test_commands.py",
     "test_fleet.py",
     "test_foreign_repository.py",
     "test_checkpoints.py",

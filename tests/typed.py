@@ -130,13 +130,14 @@ class CommandLine:
         *more: str,
         records: int = 0,
         at_work: Callable[[Started], object] | None = None,
+        **settings: Any,
     ) -> Started:
         """Start a run with the strategy ``./pausing.py``, and return when it is in its midst.
 
         Then it has so many records, and its next cells are ``at_work``: they wait for ``let_go``.
         """
         self.strategy("pausing").chmod(0o755)
-        started = self.start(text, *more)
+        started = self.start(text, *more, **settings)
         began = at_work or Started.workers
         leftovers.wait_until(
             lambda: (
@@ -170,7 +171,8 @@ class Started:
     def end(self, number: signal.Signals | None = None, patience_s: float = 120) -> Ended:
         """Wait for its end, after sending it a signal; Ctrl-C goes to all its group, as ever."""
         if number is signal.SIGINT:
-            os.killpg(self.process.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, as its test then says
+                os.killpg(self.process.pid, number)
         elif number is not None:
             self.process.send_signal(number)
         out, err = self.process.communicate(timeout=patience_s)

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import leftovers
 import pytest
-import wheels
-from typed import ROOT, CommandLine
+from snapshots import Compare, kept
+from typed import CommandLine
+
+
+@pytest.fixture(scope="session")
+def same(pytestconfig: pytest.Config) -> Compare:
+    """Call it to compare a text with its snapshot: ``same("newcomer/typo.txt", output)``."""
+    return kept(Path(__file__).with_name("snapshots"), pytestconfig.getoption("--rewrite"))
 
 
 @pytest.fixture(scope="session")
 def shared_cache(disk: Path) -> Path:
     """A cache that keeps its checkpoints from one test to the next."""
     return disk / "shared cache"
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of weighin, built once."""
-    return wheels.build(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture

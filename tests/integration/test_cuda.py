@@ -12,18 +12,16 @@ MODEL_BYTES = 163_037_184 * 4 + 12 * 1024**2 * 4  # gpt2-small: parameters, and 
 LARGEST_BYTES = 50_257 * 768 * 4
 
 
-def measured(command: CommandLine, strategies: str, *options: str) -> dict[str, Result]:
-    ended = command.run(
-        "bench", "gpt2-small", "--device", "cuda", "--isolation", "process",
-        "-s", strategies, "--out", "run", *options,
-    )  # fmt: skip
+def measured(command: CommandLine, options: str) -> dict[str, Result]:
+    bench = "bench gpt2-small --device cuda --isolation process --out run"
+    ended = command.run(f"{bench} {options}")
     assert ended.code == 0, ended.err
     results = run_folder.read(command.folder / "run").results
     return {result.cell.strategy: result for result in results}
 
 
 def test_the_notebooks_methods_request_what_arithmetic_says(command: CommandLine) -> None:
-    results = measured(command, "baseline,sequential,meta_copy,mmap_assign,per_param")
+    results = measured(command, "-s baseline,sequential,meta_copy,mmap_assign,per_param")
     assert {result.outcome for result in results.values()} == {Outcome.OK}
     requested = {name: result.peaks.cuda_requested_bytes for name, result in results.items()}
     assert requested == {
@@ -41,7 +39,7 @@ def test_the_notebooks_methods_request_what_arithmetic_says(command: CommandLine
 
 
 def test_a_limit_ends_what_needs_two_copies(command: CommandLine) -> None:
-    results = measured(command, "baseline,mmap_assign", "--set", "vram=1g")
+    results = measured(command, "-s baseline,mmap_assign --set vram=1g")
     assert results["baseline"].outcome is Outcome.CUDA_OOM
     assert results["baseline"].last_phase == "read"
     assert "Allocated memory" in results["baseline"].allocator_summary
@@ -49,12 +47,11 @@ def test_a_limit_ends_what_needs_two_copies(command: CommandLine) -> None:
 
 
 def test_page_locked_copies_are_seen(command: CommandLine) -> None:
-    suite = command.folder / "suite.yaml"
-    suite.write_text(
+    (command.folder / "suite.yaml").write_text(
         "models: gpt2-small\ndevice: cuda\nisolation: process\n"
         "strategies: [sequential, {name: sequential, options: {pinned: true}}]\n"
     )
-    ended = command.run("bench", "--suite", str(suite), "--out", "run")
+    ended = command.run("bench --suite suite.yaml --out run")
     assert ended.code == 0, ended.err
     pageable, pinned = run_folder.read(command.folder / "run").results
     assert pageable.peaks.pinned_bytes == 0

@@ -1,28 +1,20 @@
-"""What a newcomer types first, in an empty folder, with the wheel alone: golden texts.
+"""What a newcomer types first, in an empty folder: whole texts, in ``snapshots/newcomer``.
 
-``WEIGHIN_WRITE_GOLDEN=1 pytest tests/integration/test_newcomer.py`` writes the texts again. Figures,
-names of machines and spaces are masked, because they differ from one machine to the next.
+Figures, names of machines and spaces are masked, because they differ from one machine to the next.
 """
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from shlex import split
 
 import pytest
 import torch
 from nightly import by_day
 from safetensors.torch import save_file
-from wheels import install, run
+from snapshots import Compare
+from typed import CommandLine
 
-from weighin import install as installing
+from weighin import install
 from weighin.models.pretrained import pretrained_class
-
-GOLDEN = Path(__file__).parent / "fixtures" / "newcomer"
-WRITE = "WEIGHIN_WRITE_GOLDEN" in os.environ
 
 COMMANDS = {
     "own-pt": "weighin bench ./weights.pt --strategies streaming --isolation process",
@@ -37,23 +29,21 @@ COMMANDS = {
     "ram-8": "weighin bench gpt2-tiny --ram 8",
     "typo": "weighin bench gpt2-smal --ram 8g",
 }
-AT_NIGHT = ("own-folder", "own-builder", "own-strategy")  # each takes 10 s
+BY_DAY = ("own-pt", "own-safetensors", "adapter-folder", "missing-path", "typo")
 
-MASKS = (
-    (
-        r"(isolation\s+process\s+·).*?weighin\s+commit\s+\w+",
-        r"\1 MACHINE",
-    ),  # may be wrapped anywhere
-    (r"-[0-9a-f]{10}-r(\d)", r"-SERIES-r\1"),
-    (r"\b\d[\d.,]*( (ms|s|B|KiB|MiB|GiB)\b)", r"#\1"),
-    (r"# (ms|s)\b", "# s"),
-    (r"# (B|KiB|MiB|GiB)\b", "# B"),
-    (r"\d+T\d+-", "DATE-"),
-    (r"(?<![\w.-])\d[\d.,]*\d(?![\w-])", "#"),
-    (r"─+", "─"),
-    (r"[ ]{2,}", "  "),
-    (r"[ ]+\n", "\n"),
-)
+MASKS = {
+    # The first may be wrapped anywhere.
+    r"(isolation\s+process\s+·).*?weighin\s+commit\s+\w+": r"\1 MACHINE",
+    r"-[0-9a-f]{10}-r(\d)": r"-SERIES-r\1",
+    r"\b\d[\d.,]*( (ms|s|B|KiB|MiB|GiB)\b)": r"#\1",
+    r"# (ms|s)\b": "# s",
+    r"# (B|KiB|MiB|GiB)\b": "# B",
+    r"\d+T\d+-": "DATE-",
+    r"(?<![\w.-])\d[\d.,]*\d(?![\w-])": "#",
+    r"─+": "─",
+    r"[ ]{2,}": "  ",
+    r"[ ]+\n": "\n",
+}
 
 NETS = """
 import torch
@@ -62,7 +52,6 @@ import torch
 def build(width):
     return torch.nn.Linear(width, width)
 """
-
 MINE = '''"""Load with torch.load."""
 
 import torch
@@ -75,18 +64,12 @@ def load(job):
 '''
 
 
-@pytest.fixture(scope="module")
-def weighin(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command of an environment that has the wheel; torch and others are those of the tests."""
-    return install(tmp_path_factory.mktemp("environment"), wheel).parent / "weighin"
-
-
 @pytest.fixture
-def folder(disk: Path, tmp_path: Path) -> Iterator[Path]:
+def newcomer(command: CommandLine) -> CommandLine:
     """A folder with what a newcomer has: weights, a builder, a strategy, an adapter."""
-    folder = disk / tmp_path.name
+    folder = command.folder
     for name in ("empty", "adapter"):
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir()
     tensors = {"line.weight": torch.ones(64, 64), "line.bias": torch.ones(64)}
     torch.save(tensors, folder / "weights.pt")
     save_file(tensors, folder / "weights.safetensors")
@@ -95,40 +78,28 @@ def folder(disk: Path, tmp_path: Path) -> Iterator[Path]:
     adapter = {"base_model_name_or_path": "Qwen/Qwen3-0.6B", "peft_type": "LORA"}
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
     save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
-    yield folder
-    shutil.rmtree(folder)
+    return CommandLine(folder, folder / ".cache")
 
 
-def save_pretrained(folder: Path) -> None:
+def save_pretrained(command: CommandLine) -> None:
     """Write a Hugging Face folder of a small model."""
-    pytest.importorskip("transformers", reason=installing.command("hf"))
+    pytest.importorskip("transformers", reason=install.command("hf"))
     kind = pretrained_class("LlamaForCausalLM")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     config = kind.config_class(num_attention_heads=2, num_key_value_heads=2, **sizes)
-    kind(config).save_pretrained(folder)
+    kind(config).save_pretrained(command.folder / "folder")
 
 
 def masked(text: str) -> str:
-    for pattern, mask in MASKS:
+    for pattern, mask in MASKS.items():
         text = re.sub(pattern, mask, text, flags=re.DOTALL)
     return text
 
 
-@pytest.mark.parametrize(
-    "name", by_day(COMMANDS, *[one for one in COMMANDS if one not in AT_NIGHT])
-)
-def test_the_first_commands_of_a_newcomer(weighin: Path, folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", by_day(COMMANDS, *BY_DAY))
+def test_the_first_commands_of_a_newcomer(newcomer: CommandLine, name: str, same: Compare) -> None:
     if name == "own-folder":
-        save_pretrained(folder / "folder")
-    variables = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    variables["WEIGHIN_CACHE"] = str(folder / ".cache")
-    ended = run([str(weighin), *split(COMMANDS[name])[1:]], folder, **variables)
-    text = (
-        f"$ {COMMANDS[name]}\n{masked(ended.stdout)}{masked(ended.stderr)}exit {ended.returncode}\n"
-    )
-    text = text.replace(str(folder), "HERE")
-    golden = GOLDEN / f"{name}.txt"
-    if WRITE:
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text(text)
-    assert text == golden.read_text()
+        save_pretrained(newcomer)
+    ended = newcomer.run(COMMANDS[name].removeprefix("weighin "))
+    text = f"$ {COMMANDS[name]}\n{masked(ended.out)}{masked(ended.err)}exit {ended.code}\n"
+    same(f"newcomer/{name}.txt", text.replace(str(newcomer.folder), "HERE"))

@@ -1,4 +1,4 @@
-"""No verb asks the network for anything: each connection of weighin's processes is written down."""
+"""No verb asks the network for anything, or runs a Python file of the current folder that nobody named."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typed import ROOT, CommandLine
 
 from weighin.models.pretrained import pretrained_class
@@ -27,65 +28,74 @@ sys.addaudithook(audit)
 
 
 @pytest.fixture
-def variables(command: CommandLine) -> dict[str, Any]:
-    """The environment in which connections are written down, and which allows the Hub to be asked."""
-    hooks = command.folder / "hooks"
-    hooks.mkdir()
+def connections(command: CommandLine) -> Path:
+    """A file for connections. Beside it are the hook, and a model that names its author's repository."""
+    (hooks := command.folder / "hooks").mkdir()
     (hooks / "sitecustomize.py").write_text(HOOK)
-    return {
-        "PYTHONPATH": f"{hooks}{os.pathsep}{ROOT / 'harness'}",
-        "CONNECTIONS": str(command.folder / "connections"),
-        "HF_HUB_OFFLINE": "0",
-    }
-
-
-@pytest.fixture
-def model(command: CommandLine) -> Path:
-    """A folder of transformers that names the repository of its author."""
     kind = pretrained_class("LlamaForCausalLM")
     made = kind(kind.config_class(**SHAPE, name_or_path="owner/name"))
     made.save_pretrained(command.folder / "model")
-    return command.folder / "model"
+    return command.folder / "connections"
 
 
-def connections(command: CommandLine) -> str:
-    path = command.folder / "connections"
-    return path.read_text() if path.exists() else ""
+def variables(connections: Path) -> dict[str, Any]:
+    """The environment in which connections are written down, and which allows the Hub to be asked."""
+    path = f"{connections.with_name('hooks')}{os.pathsep}{ROOT / 'harness'}"
+    return {"PYTHONPATH": path, "CONNECTIONS": str(connections), "HF_HUB_OFFLINE": "0"}
 
 
-def test_a_connection_would_be_seen(command: CommandLine, variables: dict[str, Any]) -> None:
+def test_a_connection_would_be_seen(command: CommandLine, connections: Path) -> None:
     script = "import socket; socket.socket().connect_ex(('127.0.0.1', 9))"
-    subprocess.run([sys.executable, "-c", script], env=command.environment | variables, check=True)
-    assert "('127.0.0.1', 9)" in connections(command)
+    environment = command.environment | variables(connections)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    assert "('127.0.0.1', 9)" in connections.read_text()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "bench model -s transformers,streaming --isolation process --out run",
-        pytest.param(
-            "bench gpt2-tiny -s accelerate,dcp,runai,fastsafetensors,tensorizer --isolation process",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param("recommend model --ram 1g", marks=pytest.mark.nightly),
-        pytest.param(
-            "convert model new --format per_param --keys model", marks=pytest.mark.nightly
-        ),
-        pytest.param("doctor", marks=[pytest.mark.nightly, pytest.mark.cgroup]),
-    ],
-)
+NIGHTLY = pytest.mark.nightly
+VERBS = [
+    "inspect model",
+    "predict model",
+    pytest.param("bench model -s transformers,streaming --isolation process", marks=NIGHTLY),
+    pytest.param("bench gpt2-tiny -s accelerate,dcp,runai,fastsafetensors,tensorizer --isolation process", marks=NIGHTLY),
+    pytest.param("recommend model --ram 1g", marks=NIGHTLY),
+    pytest.param("convert model new --format per_param --keys model", marks=NIGHTLY),
+    pytest.param("doctor", marks=[NIGHTLY, pytest.mark.cgroup]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", VERBS)
 def test_no_verb_connects_to_another_machine(
-    command: CommandLine, variables: dict[str, Any], model: Path, arguments: str
+    command: CommandLine, connections: Path, line: str
 ) -> None:
-    ended = command.run(*arguments.split(), patience_s=600, **variables)
+    ended = command.run(line, patience_s=600, **variables(connections))
     assert ended.code == 0, ended.err
-    assert connections(command) == ""
+    assert not connections.exists() or connections.read_text() == ""
 
 
-def test_reading_a_checkpoint_connects_to_no_other_machine(
-    command: CommandLine, variables: dict[str, Any], model: Path
-) -> None:
-    for verb in ("inspect", "predict"):
-        ended = command.run(verb, str(model), **variables)
-        assert ended.code == 0, ended.err
-    assert connections(command) == ""
+NAMES = (
+    *("torch", "numpy", "random", "json", "tempfile", "pickle", "struct", "subprocess", "ctypes"),
+    *("typing", "logging", "weighin", "safetensors", "transformers", "pip", "sitecustomize"),
+)
+RUN = "-s streaming --isolation process --out run"
+LINES = [
+    ["convert model.pt model.safetensors --verify", "predict model.pt -s streaming"],
+    pytest.param(["inspect model.pt", "list models", "doctor"], marks=NIGHTLY),
+    pytest.param(["recommend model.pt --ram 1g"], marks=NIGHTLY),
+    pytest.param([f"bench model.pt {RUN}", "report run", "history run"], marks=NIGHTLY),
+    pytest.param([f"bench gpt2-tiny {RUN}"], marks=NIGHTLY),
+    pytest.param(["floor model.pt -s streaming --isolation cgroup"], marks=[NIGHTLY, pytest.mark.cgroup]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", LINES, ids=" and ".join)
+def test_no_verb_runs_a_file_of_the_current_folder(command: CommandLine, lines: list[str]) -> None:
+    """The folder has Python files with names that programs import; they note that they were executed."""
+    torch.save({"weight": torch.ones(8, 8), "bias": torch.zeros(8)}, command.folder / "model.pt")
+    executed = command.folder / "executed"
+    for name in NAMES:
+        note = f"open({str(executed)!r}, 'a').write('{name} ')\nraise ImportError"
+        (command.folder / f"{name}.py").write_text(note)
+    for line in lines:
+        ended = command.run(line)
+        assert not executed.exists(), f"{line}: {executed.read_text()}"
+        assert (ended.code, ended.left) == (0, []), ended.err

@@ -1,4 +1,4 @@
-"""A user's own model: called where its module says how, and said to be uncalled where it does not."""
+"""A user's own model: a module, a training checkpoint, a folder of Hugging Face."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import isolations
+from nightly import isolations, nightly
+from remote_folder import write_folder
 from typed import ROOT, CommandLine, Ended
 
+from weighin.models.pretrained import pretrained_class
 from weighin.units import MIB
+
+pytestmark = pytest.mark.slow
 
 NETS = """
 import torch
@@ -31,55 +35,78 @@ def example_inputs(width):
     mask = torch.ones(1, width, dtype=torch.bool)
     return {"x": torch.ones(1, width), "masks": [mask, (mask,)]}
 """
+PRINTING = "import sys\nprint('w' * 1_000_000, file=sys.stderr)\n"
 
 
-def benched(command: CommandLine, name: str, text: str) -> Ended:
-    (command.folder / f"{name}.py").write_text(text)
-    torch.save(
-        {"line.weight": torch.ones(4, 4), "line.bias": torch.ones(4)}, command.folder / "own.pt"
-    )
-    return command.run(
-        "bench", "--model", f"{name}:build", "--set", 'kwargs={"width": 4}', "--checkpoint", "own.pt",
-        "-s", "load_assign", "--isolation", "process", "--dtype", "bf16", "--out", f"of_{name}",
-    )  # fmt: skip
-
-
-def record(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / "records.jsonl").read_text())
-    return found
-
-
-@pytest.mark.slow
-def test_a_model_is_called_with_what_its_module_gives_in_the_cells_dtype(
-    command: CommandLine,
-) -> None:
-    ended = benched(command, "called", NETS + INPUTS)
-    assert ended.code == 0, ended.err
-    found = record(command.folder / "of_called")
-    assert found["outcome"] == "ok"
-    assert found["cost"]["first_use_ns"]  # type: ignore[index]
-    assert "example_inputs" not in ended.out
-
-
-@pytest.mark.slow
-def test_a_module_that_prints_much_before_the_load_is_measured(command: CommandLine) -> None:
-    printing = "import sys\nprint('w' * 1_000_000, file=sys.stderr)\n"
-    ended = benched(command, "printing", printing + NETS)
+def benched(command: CommandLine, nets: str, options: str) -> Ended:
+    """Measure loads of the module ``nets`` of width 4, whose weights are in a file."""
+    (command.folder / "nets.py").write_text(nets)
+    weights = {"line.weight": torch.ones(4, 4), "line.bias": torch.ones(4)}
+    torch.save(weights, command.folder / "own.pt")
+    model = "--model nets:build --set kwargs.width=4 --checkpoint own.pt"
+    ended = command.run(f"bench {model} --isolation process --out run {options}")
     assert ended.code == 0, ended.err[-1000:]
-    assert record(command.folder / "of_printing")["outcome"] == "ok"
+    assert {record["outcome"] for record in command.records("run")} == {"ok"}
+    return ended
 
 
-@pytest.mark.slow
-def test_a_model_that_nobody_says_how_to_call_is_ok_with_a_word_on_it(command: CommandLine) -> None:
-    ended = benched(command, "uncalled", NETS)
-    assert ended.code == 0, ended.err
-    found = record(command.folder / "of_uncalled")
-    assert found["outcome"] == "ok"
-    assert found["cost"]["first_use_ns"] is None  # type: ignore[index]
-    assert "uncalled defines no example_inputs" in " ".join(ended.out.split())
+@pytest.mark.parametrize(
+    ("nets", "is_called"),
+    [(NETS + INPUTS, True), (PRINTING + NETS, False)],
+    ids=["with inputs", "printing much, without"],
+)
+def test_a_model_is_called_with_what_its_module_gives_in_the_cells_dtype(
+    command: CommandLine, nets: str, is_called: bool
+) -> None:
+    ended = benched(command, nets, "-s load_assign --dtype bf16")
+    assert bool(command.record("run")["cost"]["first_use_ns"]) == is_called
+    words = "nets defines no example_inputs"
+    assert (words in " ".join(ended.out.split())) != is_called
 
 
-@pytest.mark.slow
+BROKEN = [
+    (
+        "self.line(x).reshape(3)",
+        "RuntimeError: shape '[3]' is invalid for input of size 4",
+    ),
+    pytest.param(
+        "self.line(x) / 0",
+        "the forward pass returns values that are not finite",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        "__import__('os').abort()",
+        "the measured process was ended by SIGABRT in phase 'forward'",
+        marks=pytest.mark.nightly,
+    ),
+]
+
+
+def blames(record: dict[str, Any]) -> list[str]:
+    return [text for text in record["warnings"] if "forward pass" in text]
+
+
+@pytest.mark.parametrize(("body", "how"), BROKEN)
+def test_a_model_whose_forward_pass_fails_is_blamed_once_for_all_strategies(
+    command: CommandLine, body: str, how: str
+) -> None:
+    nets = (NETS + INPUTS).replace("torch.where(mask, self.line(x), 0)", body)
+    ended = benched(command, nets, "-s baseline,streaming")
+    records = command.records("run")
+    assert {record["message"] for record in records} == {""}
+    (warning,) = {text for record in records for text in blames(record)}
+    fails = "the forward pass of nets:build(width=4) fails"
+    assert warning.startswith(f"{fails}: {how}")
+    assert warning.endswith("Every weight is right. To measure the load alone: --use none")
+    assert " ".join(ended.out.split()).count(fails) == 1
+
+
+def test_without_a_forward_pass_there_is_nothing_to_blame(command: CommandLine) -> None:
+    nets = (NETS + INPUTS).replace("self.line(x)", "__import__('os').abort()")
+    benched(command, nets, "-s baseline --use none")
+    assert blames(command.record("run")) == []
+
+
 @pytest.mark.parametrize("isolation", isolations("docker"))
 @pytest.mark.parametrize("place", ["file", "pythonpath"])
 def test_a_module_is_found_where_it_lives(command: CommandLine, isolation: str, place: str) -> None:
@@ -90,16 +117,13 @@ def test_a_module_is_found_where_it_lives(command: CommandLine, isolation: str, 
     text = NETS.replace("import torch", "import torch\nfrom .sizes import SCALE", 1)
     (folder / "nets.py").write_text(text.replace("Net(width)", "Net(width * SCALE)"))
     name = "lib/parts/nets.py:build" if place == "file" else "parts.nets:build"
-    settings: dict[str, Any] = {} if place == "file" else {"PYTHONPATH": f"{ROOT / 'harness'}:lib"}
-    ended = command.run(
-        "bench", "--model", name, "--set", 'kwargs={"width": 2}', "--isolation", isolation,
-        "-s", "load_assign", "--out", "run", **settings,
-    )  # fmt: skip
+    variables: dict[str, Any] = {} if place == "file" else {"PYTHONPATH": f"{ROOT / 'harness'}:lib"}
+    cells = f"--set kwargs.width=2 --isolation {isolation} -s load_assign --out run"
+    ended = command.run(f"bench --model {name} {cells}", **variables)
     assert ended.code == 0, ended.err
-    assert record(command.folder / "run")["outcome"] == "ok"
+    assert command.record("run")["outcome"] == "ok"
 
 
-@pytest.mark.slow
 @pytest.mark.docker
 def test_a_container_sees_a_package_with_compiled_code_and_what_is_mounted(
     command: CommandLine,
@@ -110,98 +134,68 @@ def test_a_container_sees_a_package_with_compiled_code_and_what_is_mounted(
     (package / "__init__.py").write_text(f"import numpy.linalg._umath_linalg\n{text}")
     (package / "fast.so").touch()
     ended = command.run(
-        "bench", "--model", "mynets:build", "--set", 'kwargs={"width": 4}', "--isolation", "docker",
-        "--set", "mounts=width.txt", "-s", "load_assign", "--out", "run",
+        "bench --model mynets:build --set kwargs.width=4 --isolation docker"
+        " --set mounts=width.txt -s load_assign --out run",
         PYTHONPATH=f"{ROOT / 'harness'}:{package.parent}",
-    )  # fmt: skip
+    )
     assert ended.code == 0, ended.err
-    assert record(command.folder / "run")["outcome"] == "ok"
+    assert command.record("run")["outcome"] == "ok"
 
 
-def training_checkpoint(folder: Path) -> Path:
+def write_training_checkpoint(path: Path) -> None:
     """Write a training checkpoint of ``torch.nn.Linear(4, 4)``, wrapped for data-parallel training."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     weights = {f"module.{name}": value for name, value in model.state_dict().items()}
-    path = folder / "train.pt"
     torch.save({"epoch": 1, "model": weights, "optimizer": optimizer.state_dict()}, path)
-    return path
 
 
-LINEAR = ("--model", "torch.nn:Linear", "--set", 'kwargs={"in_features": 4, "out_features": 4}')
-
-
-@pytest.mark.slow
 def test_a_training_checkpoint_is_measured_with_the_options_that_the_errors_propose(
     command: CommandLine,
 ) -> None:
-    training_checkpoint(command.folder)
-    options = [*LINEAR, "--checkpoint", "train.pt", "-s", "load_assign,streaming"]
-    bench = ["bench", *options, "--isolation", "process", "--out", "run"]
-    refused = command.run(*bench)
-    assert refused.code == 2
-    assert "select the weights: --key model" in " ".join(refused.err.split())
-    refused = command.run(*bench, "--key", "model")
-    assert refused.code == 2
-    assert "--set strip_prefix=module." in " ".join(refused.err.split())
-    ended = command.run(*bench, "--key", "model", "--set", "strip_prefix=module.")
-    assert ended.code == 0, ended.err
-    assert outcomes(command.folder / "run") == ["ok", "ok"]
-    ended = command.run("predict", *options, "--key", "model", "--set", "strip_prefix=module.")
-    assert ended.code == 0, ended.err
-    ended = command.run("recommend", "train.pt", "--key", "model", "--set", "strip_prefix=module.")
+    write_training_checkpoint(command.folder / "train.pt")
+    model = '--model torch.nn:Linear --set \'kwargs={"in_features": 4, "out_features": 4}\''
+    options = f"{model} --checkpoint train.pt -s load_assign,streaming"
+    key, prefix = "--key model", "--key model --set strip_prefix=module."
+    bench = f"bench {options} --isolation process --out run"
+    for given, proposed in (("", key), (key, "--set strip_prefix=module.")):
+        refused = command.run(f"{bench} {given}")
+        assert (refused.code, proposed in " ".join(refused.err.split())) == (2, True), refused.err
+    for line in (f"{bench} {prefix}", "bench --resume run", f"predict {options} {prefix}"):
+        ended = command.run(line)
+        assert ended.code == 0, ended.err
+    assert [one["outcome"] for one in command.records("run")] == ["ok", "ok"]
+    ended = command.run(f"recommend train.pt {prefix}")
     assert ended.code == 0, ended.err
     assert "weighin convert" not in ended.out  # the code takes the part itself
     call = "load_model(build_model, 'train.pt', key='model', strip_prefix='module.')"
     assert call in ended.out
-    ended = command.run("recommend", "--key", "model")
+    ended = command.run("recommend --key model")
     assert (ended.code, "add --checkpoint PATH" in ended.err) == (2, True)
 
 
-@pytest.mark.slow
-def test_a_suite_selects_the_weights_in_a_training_checkpoint(command: CommandLine) -> None:
-    training_checkpoint(command.folder)
-    model = {
-        "builder": LINEAR[1], "kwargs": json.loads(LINEAR[3].removeprefix("kwargs=")), "checkpoint": "train.pt",
-        "key": "model", "strip_prefix": "module.",
-    }  # fmt: skip
-    suite = {"models": model, "strategies": ["load_assign", "streaming"], "isolation": "process"}
-    (command.folder / "suite.yaml").write_text(json.dumps(suite))
-    ended = command.run("bench", "--suite", "suite.yaml", "--out", "run")
-    assert ended.code == 0, ended.err
-    assert outcomes(command.folder / "run") == ["ok", "ok"]
-    ended = command.run("predict", "--suite", "suite.yaml")
-    assert ended.code == 0, ended.err
-
-
-@pytest.mark.slow
 def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: CommandLine) -> None:
     """The optimizer's state, twice the weights, is in the peak of torch.load, and in no other."""
     size_bytes = 64 * MIB
-    weights = {"weight": torch.zeros(1, size_bytes // 4), "bias": torch.zeros(1)}
-    adam = {name: torch.ones(size_bytes // 4) for name in ("exp_avg", "exp_avg_sq")}
+    count = size_bytes // 4
+    weights = {"weight": torch.zeros(1, count), "bias": torch.zeros(1)}
+    adam = {name: torch.ones(count) for name in ("exp_avg", "exp_avg_sq")}
     torch.save({"model": weights, "optimizer": {"state": [adam]}}, command.folder / "train.pt")
-    arguments = json.dumps({"in_features": size_bytes // 4, "out_features": 1})
     names = ("baseline", "mmap_assign", "streaming")
     asked = [*names, *({"name": name, "options": {"key": "model"}} for name in names)]
-    suite = {
-        "models": "torch.nn:Linear",
-        "strategies": asked,
-        "isolation": "process",
-        "uses": "none",
-    }
-    (command.folder / "suite.yaml").write_text(json.dumps(suite))
+    suite = {"models": "torch.nn:Linear", "strategies": asked, "uses": "none"}
+    (command.folder / "suite.yaml").write_text(json.dumps(suite | {"isolation": "process"}))
+    arguments = f"--set kwargs.in_features={count} --set kwargs.out_features=1"
     ended = command.run(
-        "bench", "--suite", "suite.yaml", "--set", f"kwargs={arguments}", "--checkpoint", "train.pt",
-        "--key", "model", "--out", "run", patience_s=300,
-    )  # fmt: skip
+        f"bench --suite suite.yaml {arguments} --checkpoint train.pt --key model --out run",
+        patience_s=300,
+    )
     assert ended.code == 0, ended.err
-    lines = (command.folder / "run/records.jsonl").read_text().splitlines()
     peaks = {
         (one["cell"]["strategy"], bool(one["cell"]["options"])): one["peaks"]["rss_bytes"]
-        for one in map(json.loads, lines)
+        for one in command.records("run")
     }
     optimizer = peaks["baseline", True] - peaks["baseline", False]
     assert optimizer == pytest.approx(2 * size_bytes, rel=0.05)
@@ -209,25 +203,65 @@ def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: Comm
         assert peaks[name, True] == pytest.approx(peaks[name, False], abs=size_bytes // 2)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly  # by day as a newcomer's first command
-@pytest.mark.parametrize("isolation", isolations("process"))
-def test_a_checkpoint_without_code_is_a_model(command: CommandLine, isolation: str) -> None:
-    training_checkpoint(command.folder)
-    options = ["--model", "from:train.pt", "--key", "model", "-s", "mmap_assign,streaming"]
-    ended = command.run("bench", *options, "--isolation", isolation, "--out", "run")
-    assert ended.code == 0, ended.err
-    assert outcomes(command.folder / "run") == ["ok"] * 2
-    (command.folder / "run/records.jsonl").unlink()
-    ended = command.run("bench", "--resume", "run")
-    assert ended.code == 0, ended.err
-    assert outcomes(command.folder / "run") == ["ok"] * 2
-    ended = command.run("predict", *options)
-    assert ended.code == 0, ended.err
-    ended = command.run("recommend", "--model", "from:train.pt", "--key", "model")
-    assert ended.code == 0, ended.err
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+DECODER = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ALL = "streaming,transformers,accelerate,safetensors_mmap,baseline"
 
 
-def outcomes(folder: Path) -> list[str]:
-    lines = (folder / "records.jsonl").read_text().splitlines()
-    return [json.loads(line)["outcome"] for line in lines]
+@pytest.fixture(scope="module")
+def folders(disk: Path) -> Path:
+    """Folders of Hugging Face: ``half`` in bfloat16, and ``experts``."""
+    root = disk / "pretrained folders"
+    for name, architecture, more in (
+        ("half", "LlamaForCausalLM", {}),
+        ("experts", "Qwen3MoeForCausalLM", EXPERTS),
+    ):
+        kind = pretrained_class(architecture)
+        torch.manual_seed(0)
+        model = kind(kind.config_class(**DECODER, **more))
+        dtype = torch.bfloat16 if name == "half" else torch.float32
+        model.to(dtype).save_pretrained(root / name)
+    return root
+
+
+def bench(
+    command: CommandLine, folder: Path, strategies: str, options: str = "", **settings: Any
+) -> dict[str, tuple[str, str]]:
+    """Measure loads of a folder; return the outcome and the message of each strategy."""
+    words = f"--isolation process --out run -s {strategies} {options}"
+    done = command.run(f"bench '{folder}' {words}", patience_s=300, **settings)
+    assert done.code == 0, done.err
+    found = command.records("run")
+    return {one["cell"]["strategy"]: (one["outcome"], one["message"]) for one in found}
+
+
+@pytest.mark.parametrize("names", ["streaming,transformers", *nightly(ALL)])
+def test_code_of_a_trusted_folder_runs_in_every_strategy(
+    command: CommandLine, disk: Path, names: str
+) -> None:
+    ended = bench(command, write_folder(disk / "remote code"), names, "--trust-remote-code")
+    assert {outcome for outcome, _ in ended.values()} == {"ok"}, ended
+
+
+@pytest.mark.nightly
+def test_a_strategy_that_cannot_convert_keys_says_so(command: CommandLine, folders: Path) -> None:
+    ended = bench(command, folders / "experts", "streaming,safetensors_mmap")
+    assert ended["streaming"][0] == "ok"
+    assert ended["safetensors_mmap"] == (
+        "skipped",
+        "needs keys converted, renamed, computed or left out, as from_pretrained does, but safetensors_mmap expects the model's"
+        " own keys: give another --format, or write a checkpoint with those keys: weighin convert"
+        " FOLDER TARGET --keys model",
+    )
+
+
+def test_a_prediction_in_another_format_reads_the_folders_own_dtype(
+    command: CommandLine, folders: Path
+) -> None:
+    done = command.run(f"predict '{folders / 'half'}' -s mmap_assign --json -")
+    assert done.code == 0, done.err
+    (found,) = json.loads(done.out)["predictions"]
+    assert (found["format"], found["cannot"]) == ("pt", "")
+    size = (folders / "half/model.safetensors").stat().st_size
+    assert found["disk_read_bytes"] == pytest.approx(size, rel=0.2)

@@ -1,9 +1,7 @@
 """Runs in two containers that share the machine's cgroups leave each other's cells alone."""
 
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import images
 import leftovers
 import pytest
-from typed import ROOT
+from typed import ROOT, CommandLine, words
 
 from weighin.isolation.process import CgroupIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix, memory_hierarchy
@@ -21,9 +19,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.cgroup, pytest.mark.root, pytest.m
 PAUSING = '''"""Say that the load has begun, and wait for the word to go on."""
 import time
 from pathlib import Path
-
-import torch
-
+from strategies.baseline import load as load_rightly
 
 def load(job):
     here = Path(__file__).with_suffix("")
@@ -31,43 +27,31 @@ def load(job):
         Path(f"{here}.began").touch()
         while not Path(f"{here}.ends").exists():
             time.sleep(0.02)
-    model = job.build_model()
-    model.load_state_dict(torch.load(job.checkpoint, weights_only=True))
-    return model
+    return load_rightly(job)
 '''
 # The environment of the tests, below the process ids of the container. Each container has a file of
 # its own under the name of the lock, and in the cache.
 INSIDE = 'mount -t proc none /host/proc && mount -t tmpfs none "/host$0" && exec chroot /host "$@"'
 NEEDED = ("--cap-add=SYS_ADMIN", "--security-opt=seccomp=unconfined", "--cgroupns=host")
+BENCH = "bench gpt2-tiny --isolation cgroup --ram 1g --use none"
 
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def image() -> Iterator[str]:
-    name = f"weighin-test-mounts:{os.getpid()}"
-    images.make(name, ("sh", "mount", "chroot"))
-    yield name
-    images.remove(name)
+Start = Callable[[str], "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path, image: str) -> Iterator[Start]:
-    """Starts ``weighin ARGUMENTS`` in a container; what still runs at the end is killed."""
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts ``weighin LINE`` in a container; what still runs at the end is killed."""
+    images.make(image := f"weighin-test-mounts:{os.getpid()}", ("sh", "mount", "chroot"))
     numbers, started = count(), dict[str, "subprocess.Popen[str]"]()
-    own = tmp_path / "own"
-    own.mkdir()
+    (own := tmp_path / "own").mkdir()
     settings = {"WEIGHIN_CACHE": own, LOCK_VARIABLE: own / "lock", "PYTHONPATH": ROOT / "harness"}
 
-    def starting(*arguments: str) -> "subprocess.Popen[str]":
+    def starting(line: str) -> "subprocess.Popen[str]":
         name = f"weighin-test-{os.getpid()}-{next(numbers)}"
         container = ("docker", "run", "--rm", f"--name={name}", *NEEDED, "--volume=/:/host", image)
         variables = ("env", f"--chdir={tmp_path}", *(f"{k}={v}" for k, v in settings.items()))
         started[name] = subprocess.Popen(
-            (
-                *(*container, "sh", "-c", INSIDE, str(own)),
-                *(*variables, sys.executable, "-P", "-m", "weighin", *arguments),
-            ),
+            (*container, "sh", "-c", INSIDE, str(own), *variables, *words(line)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -79,13 +63,7 @@ def start(tmp_path: Path, image: str) -> Iterator[Start]:
         if process.poll() is None:
             subprocess.run(("docker", "rm", "--force", name), capture_output=True, check=False)
         process.communicate(timeout=30)
-
-
-def bench(strategy: str, out: str) -> tuple[str, ...]:
-    return (
-        *("bench", "gpt2-tiny", "--isolation", "cgroup", "--ram", "1g", "--use", "none"),
-        *("-s", strategy, "--out", out),
-    )
+    images.remove(image)
 
 
 def groups() -> list[Path]:
@@ -99,11 +77,10 @@ def test_runs_in_two_containers_and_on_the_host_leave_each_other_alone(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "own/lock"))
-    for name in ("first", "second"):
-        (tmp_path / f"{name}.py").write_text(PAUSING)
 
     def pausing(name: str) -> "subprocess.Popen[str]":
-        process = start(*bench(f"./{name}.py", name))
+        (tmp_path / f"{name}.py").write_text(PAUSING)
+        process = start(f"{BENCH} -s ./{name}.py --out {name}")
         leftovers.wait_until(
             lambda: (tmp_path / f"{name}.began").exists() or process.poll() is not None,
             f"{name} does not begin",
@@ -114,18 +91,17 @@ def test_runs_in_two_containers_and_on_the_host_leave_each_other_alone(
 
     first = pausing("first")
     second = pausing("second")  # its start looks for leftovers beside the first
-    third = start(*bench("streaming", "third"))  # and this one beside both
+    third = start(f"{BENCH} -s streaming --out third")  # and this one beside both
     assert third.wait(120) == 0, third.communicate()
     assert len(groups()) == 2
     assert CgroupIsolation().remove_stale() == []
-    clean = start("doctor")
-    said, _ = clean.communicate(timeout=120)
+    said, _ = start("doctor").communicate(timeout=120)
     assert "weighin." not in said
     for name, process in (("first", first), ("second", second)):
         (tmp_path / f"{name}.ends").touch()
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 0, said
     for name in ("first", "second", "third"):
-        (record,) = map(json.loads, (tmp_path / name / "records.jsonl").read_text().splitlines())
+        record = CommandLine(tmp_path, tmp_path).record(name)
         assert (record["outcome"], record["message"]) == ("ok", "")
     leftovers.wait_until(lambda: groups() == [], "a group is left")

@@ -9,6 +9,7 @@ from strategies.baseline import load as load_rightly
 from weighin import Load
 
 MIB = 1024**2
+OPTIONS = ("mib",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -47,14 +47,8 @@ class Nodes:
     def address(self) -> str:
         return str(self._cluster.address)
 
-    @property
-    def alive(self) -> list[Any]:
-        return [node for node in self.by_lock.values() if node.any_processes_alive()]
-
     def add(self, *, monitor: str | None = "0", code: Path = ROOT / "harness") -> Any:
-        """Start a node; ``monitor`` is the refresh time of Ray's memory monitor, in ms, and ``code``
-        the folder of its weighin.
-        """
+        """Start a node. ``monitor`` is the refresh time of Ray's memory monitor, in ms; ``code`` has weighin."""
         lock = str(self._folder / f"lock-{len(self.by_lock)}.")
         variables = {
             "PYTHONPATH": str(code),
@@ -74,18 +68,15 @@ class Nodes:
 
     def grow(self, count: int) -> list[Any]:
         """Add nodes until ``count`` nodes are alive, and return all nodes that are."""
-        while len(self.alive) < count:
+        while True:
+            alive = [node for node in self.by_lock.values() if node.any_processes_alive()]
+            if len(alive) >= count:
+                return alive
             self.add()
-        return self.alive
 
     def kill(self, node: Any) -> None:
         """Kill a node's processes without a chance to clean up, as when its machine is lost."""
         self._cluster.remove_node(node, allow_graceful=False)
-
-    def is_missed(self, node: Any) -> bool:
-        """Tell whether Ray knows that a killed node is lost, which takes it some seconds."""
-        table = self._cluster.global_state.node_table()
-        return any(one["NodeID"] == node.node_id and not one["Alive"] for one in table)
 
     def of_process(self, pid: str) -> Any:
         """Return the node of a process, by the lock in its environment; None if it has ended."""
@@ -97,11 +88,8 @@ class Nodes:
 
     def at_work(self) -> list[str]:
         """Return the pids of the workers that run on the nodes."""
-        return [line.partition(" ")[0] for line in self._ours() if "weighin.worker" in line]
+        return [line.partition(" ")[0] for line in self.left() if "weighin.worker" in line]
 
     def left(self) -> list[str]:
         """Return what runs on the nodes for a driver."""
-        return [line for line in self._ours() if "weighin." in line]
-
-    def _ours(self) -> list[str]:
-        return leftovers.processes(str(self.cache))
+        return [line for line in leftovers.processes(str(self.cache)) if "weighin." in line]

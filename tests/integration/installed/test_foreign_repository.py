@@ -6,19 +6,19 @@ wheel, and the packages that it needs are those of the tests.
 
 import re
 import shlex
-import subprocess
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import wheels
 import yaml
-from test_action import Runner
+from test_action import ACTION, Runner
+from typed import ROOT
+from wheels import environment
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ci.md").read_text()
 HIDDEN = 'mount --bind "$0" "$1" && mount -t tmpfs none "$2" && shift 2 && exec "$@"'
 LOADER = ".github/my_loader.py"
@@ -26,21 +26,18 @@ WORKFLOW = ".github/workflows/memory.yaml"
 BASELINE = ".github/weighin-baseline.json"
 
 
-def files() -> dict[str, str]:
-    """The files of the page: blocks whose first line is a comment with a path."""
-    blocks = re.findall(r"```(?:python|yaml)\n# (\S+/\S+)\n(.*?)```", PAGE, re.DOTALL)
-    return dict(blocks)
+def blocks(pattern: str) -> list[Any]:
+    """Return the blocks of code of the page, where the pattern names what is before each."""
+    return re.findall(rf"{pattern}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def commands() -> list[str]:
-    """The commands of the step that measures for the first time."""
-    [block] = re.findall(r"\*\*3\. .*?```\n(.*?)```", PAGE, re.DOTALL)
-    return [line.partition(" #")[0].strip() for line in block.splitlines()]
+FILES: dict[str, str] = dict(blocks(r"```(?:python|yaml)\n# (\S+/\S+)"))
+"""The files of the page: blocks whose first line is a comment with a path."""
 
 
 def inputs() -> dict[str, str]:
     """The inputs that the page's workflow gives to the action, on a pull request."""
-    job: dict[str, Any] = yaml.safe_load(files()[WORKFLOW])["jobs"]["memory"]
+    job: dict[str, Any] = yaml.safe_load(FILES[WORKFLOW])["jobs"]["memory"]
     given: dict[str, str]
     [given] = [step["with"] for step in job["steps"] if "OWNER/weighin" in step.get("uses", "")]
     assert given["update"] == "${{ github.event_name == 'workflow_dispatch' }}"
@@ -51,11 +48,10 @@ def inputs() -> dict[str, str]:
 def _runner(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Runner:
     """A runner in a repository with the page's files, with weighin as the action installs it."""
     folder = tmp_path_factory.mktemp("foreign")
-    packages = folder / "packages"
-    packages.mkdir()
-    python = wheels.empty(folder / "env", packages, with_pip=True)
+    (packages := folder / "packages").mkdir()
+    python = environment(folder / "env", packages, with_pip=True)
     repository = folder / "repository"
-    for name, text in files().items():
+    for name, text in FILES.items():
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text(text)
     before = ("unshare", "--mount", "bash", "-c", HIDDEN)
@@ -65,25 +61,20 @@ def _runner(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Runner:
     runner.environment |= {"TMPDIR": str(tmp_path_factory.mktemp("temporary")), "COLUMNS": "100"}
     runner.environment["WEIGHIN_LOCK"] = str(folder / "lock")
     assert runner.step("Install weighin", PACKAGE=str(wheel)) == 0, runner.log
+    assert (runner.run("ls", "-A", str(ROOT)), runner.log) == (0, "")
+    assert typed(runner, "python -c 'import weighin; print(weighin.__file__)'") == 0
+    assert runner.log.startswith(f"{folder}/env/"), runner.log
     runner.inputs = inputs()
     return runner
 
 
-def typed(runner: Runner, line: str) -> tuple[int, str]:
-    """Type a command in the repository; return its exit code and what it prints."""
-    done = subprocess.run(
-        [*runner.before, *shlex.split(line)],
-        env=runner.environment,
-        cwd=runner.folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+def typed(runner: Runner, line: str) -> int:
+    """Type a command in the repository; return its exit code."""
+    return runner.run(*shlex.split(line))
 
 
 @pytest.fixture(name="wasteful")
-def _wasteful(runner: Runner) -> Any:
+def _wasteful(runner: Runner) -> Iterator[None]:
     """The page's loader as the page makes it worse."""
     loader = runner.folder / LOADER
     good = loader.read_text()
@@ -102,27 +93,12 @@ def checked(runner: Runner, **changes: str) -> str:
     return runner.outputs["passed"]
 
 
-def test_the_clone_is_out_of_sight(runner: Runner) -> None:
-    code, text = typed(runner, f"ls -A {ROOT}")
-    assert (code, text) == (0, "")
-    code, text = typed(runner, "python -c 'import weighin; print(weighin.__file__)'")
-    assert text.startswith(runner.environment["PATH"].split("/bin:")[0]), text
-
-
 def test_the_first_measurement_passes(runner: Runner) -> None:
-    bench, check = commands()
-    code, text = typed(runner, bench)
-    assert code == 0, text
-    code, text = typed(runner, check)
-    assert (code, text.splitlines()[-1]) == (0, "gate passed: 1 within budget"), text
-
-
-@pytest.mark.nightly  # by day in the action
-def test_a_wasteful_loader_is_over_the_budget(runner: Runner, wasteful: None) -> None:
-    bench, check = (line.replace("results/first", "results/worse") for line in commands())
-    assert typed(runner, bench)[0] == 0
-    code, text = typed(runner, check)
-    assert (code, text.splitlines()[-1]) == (1, "gate failed: 1 over budget"), text
+    [block] = blocks(r"\*\*3\. .*?```")
+    bench, check = [line.partition(" #")[0].strip() for line in block.splitlines()]
+    assert typed(runner, bench) == 0, runner.log
+    assert typed(runner, check) == 0, runner.log
+    assert runner.log.splitlines()[-1] == "gate passed: 1 within budget"
 
 
 def test_the_action_gives_the_first_baseline_then_passes(runner: Runner) -> None:
@@ -131,19 +107,23 @@ def test_the_action_gives_the_first_baseline_then_passes(runner: Runner) -> None
         "::error title=baseline::take weighin-baseline.json from the artifact of this run, and commit it"
         f" as {BASELINE}"
     ) in runner.log
-    made = Path(runner.outputs["run"]) / "weighin-baseline.json"
-    (runner.folder / BASELINE).write_text(made.read_text())
+    run = Path(runner.outputs["run"])
+    (runner.folder / BASELINE).write_text((run / "weighin-baseline.json").read_text())
     assert checked(runner) == "true"
     assert "::error" not in runner.log
+    run = Path(runner.outputs["run"])
+    assert {"report.html", "check.md", "check.xml", "check.json"} <= {
+        one.name for one in run.iterdir()
+    }
+    summary = Path(runner.environment["GITHUB_STEP_SUMMARY"]).read_text()
+    assert summary.endswith((run / "check.md").read_text())
 
 
 def test_the_action_fails_for_a_wasteful_loader_until_it_is_accepted(
     runner: Runner, wasteful: None
 ) -> None:
     assert checked(runner) == "false"
-    assert (
-        "::error file=.github/weighin-baseline.json,title=regressed%3A mine my_loader" in runner.log
-    )
+    assert f"::error file={BASELINE},title=regressed%3A mine my_loader" in runner.log
     assert re.search(r"above_import: .*; grew in phase read by 1[23]\d\.\d MiB", runner.log), (
         runner.log
     )
@@ -155,46 +135,29 @@ def test_the_action_fails_for_a_wasteful_loader_until_it_is_accepted(
     assert made.read_text() != (runner.folder / BASELINE).read_text()
 
 
-@pytest.mark.nightly
-def test_weights_of_its_own(runner: Runner) -> None:
-    suite = runner.folder / ".github" / "weighin.yaml"
-    weights = "tests/weights.pt"
-    (runner.folder / "tests").mkdir(exist_ok=True)
-    made = (
-        "import torch; from mypackage.nets import build;"
-        f" torch.save(build(2048, 8).state_dict(), {weights!r})"
-    )
-    code, text = typed(runner, f"python -c {shlex.quote(made)}")
-    assert code == 0, text
-    own = yaml.safe_load(suite.read_text())
-    own["models"][0]["checkpoint"] = weights
-    suite.with_name("own.yaml").write_text(yaml.safe_dump(own))
-    code, text = typed(runner, "weighin bench --suite .github/own.yaml --out results/own")
-    assert code == 0, text
-    assert '"ok"' in (runner.folder / "results" / "own" / "records.jsonl").read_text()
+LARGE = """
+
+def test_the_import_is_large(weighin):
+    run = weighin.measure(build, 1, depth=1)
+    assert run.baseline.rss_bytes > 512 * 2**20
+"""
 
 
 @pytest.mark.nightly
 def test_the_pytest_example_passes_with_a_torch_that_is_larger_than_the_model(
     runner: Runner,
 ) -> None:
-    [text] = re.findall(r"## In pytest\n.*?```python\n(.*?)```", PAGE, re.DOTALL)
-    text += (
-        "\n\ndef test_the_import_is_large(weighin):\n    run = weighin.measure(build, 1, depth=1)\n"
-    )
-    text += "    assert run.baseline.rss_bytes > 512 * 2**20\n"
-    (runner.folder / "test_memory.py").write_text(text)
+    [text] = blocks(r"## In pytest\n.*?```python")
+    (runner.folder / "test_memory.py").write_text(text + LARGE)
     [site] = (runner.folder.parent / "env" / "lib").glob("*/site-packages")
     (site / "large.py").write_text("libraries = b'x' * (512 * 2**20)\n")
     (site / "large.pth").write_text("import large\n")  # as much as a CUDA build of torch
-    code, said = typed(
-        runner, "python -m pytest -q -p no:cacheprovider --weighin-isolation process test_memory.py"
-    )
+    pytest_ = "python -m pytest -q -p no:cacheprovider --weighin-isolation process test_memory.py"
+    code = typed(runner, pytest_)
     (site / "large.pth").unlink()
-    assert (code, said.splitlines()[-1].split(" in ")[0]) == (0, "4 passed"), said
+    assert (code, runner.log.splitlines()[-1].split(" in ")[0]) == (0, "4 passed"), runner.log
 
 
 def test_the_page_names_the_inputs_of_the_action() -> None:
-    action = yaml.safe_load((ROOT / "action.yml").read_text())
     [section] = re.findall(r"^## GitHub\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
-    assert set(action["inputs"]) <= {*inputs(), *re.findall(r"`(\w+)`", section)}
+    assert set(ACTION["inputs"]) <= {*inputs(), *re.findall(r"`(\w+)`", section)}

@@ -1,9 +1,8 @@
-"""Build wheels, and install them into environments that share the tests' torch."""
+"""Build wheels, and make environments for them that share the tests' torch."""
 
 import os
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
@@ -16,18 +15,7 @@ def build(source: Path, folder: Path) -> Path:
     return wheel
 
 
-def install(folder: Path, *wheels: Path) -> Path:
-    """Return the interpreter of a new environment in ``folder`` that has these wheels.
-
-    Torch and all other packages are those of the tests.
-    """
-    interpreter = empty(folder, Path(sysconfig.get_path("purelib")))
-    pip = [sys.executable, "-m", "pip", "--python", str(interpreter)]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", *wheels], check=True)
-    return interpreter
-
-
-def empty(folder: Path, packages: Path, *, with_pip: bool = False) -> Path:
+def environment(folder: Path, packages: Path, *, with_pip: bool = False) -> Path:
     """Return the interpreter of a new environment that also finds the packages in another folder."""
     venv.create(folder, with_pip=with_pip)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
