@@ -1,14 +1,26 @@
-"""Models and suites from YAML: what is wrong is named with its file, its key and the way out."""
+"""Models and suites from YAML: what is read, and what is wrong is named with its file, its key and the way out."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from snapshots import Compare
+from factories import make_cell, refused
+from snapshots import Compare, answered
+from typed_here import typed
 
+from weighin.cell import Cell, Job, ModelSpec, decode_job, encode_job
 from weighin.errors import ConfigError
+from weighin.plan import start as plans
+from weighin.plan.loads import plan_cell
+from weighin.plan.start import resume, start
+from weighin.plan.task import Run
+from weighin.predict.client import predict
+from weighin.records import run_folder
+from weighin.records.series import name_of
 from weighin.settings.definition import (
     COMMANDS,
     DEFAULT_SAVING,
@@ -16,112 +28,64 @@ from weighin.settings.definition import (
     check_suite,
     read_suite,
 )
-from weighin.stream.formats import READ_ONLY
-from weighin.suite.registry import data_folder, model, read_model, read_strategy
+from weighin.settings.yaml_file import read_mapping
+from weighin.suite.registry import read_strategy, strategy
 from weighin.units import GIB, MIB
 
-CONFIGS = data_folder("configs")
 WRONG = Path(__file__).with_name("snapshots") / "wrong_settings.txt"
 """What is wrong, and what is said of it. Add a line ``$ KIND YAML``, and ``pytest --rewrite`` writes the answer."""
-READERS = {
+READERS: dict[str, Callable[[Path], object]] = {
     "suite": read_suite,
     "commands": partial(read_suite, kind=COMMANDS),
     "strategy": read_strategy,
     "saving": partial(read_strategy, operation="save"),
     "options": lambda path: check_suite(yaml.safe_load(path.read_text())),
+    "yaml": read_mapping,
 }
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "x.yaml"
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def complaint(question: str) -> str:
+    """What a user is told of this file, called FILE, or of these words and the pyproject.toml after ``|``."""
+    kind, _, text = question.replace("\\n", "\n").partition(" ")
+    if kind == "typed":
+        words, _, toml = text.partition(" | ")
+        Path("pyproject.toml").write_text(toml)
+        code, said = typed(words)
+        assert code == 2, said
+        return said.rstrip()
+    path = Path("x.yaml")
     path.write_text(text)
-    return path
+    return refused(READERS[kind], path).replace(str(path), "FILE")
 
 
-def complaint(read: Any, path: Path) -> str:
-    """What a user is told of this file, with the file's name as FILE."""
-    with pytest.raises(ConfigError) as caught:
-        read(path)
-    return str(caught.value).replace(str(path), "FILE")
-
-
-@pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yaml")), ids=lambda p: p.stem)
-def test_each_model_of_ours_loads_and_is_called_like_its_file(path: Path) -> None:
-    assert read_model(path).name == path.stem
-    assert model(path.stem) == read_model(path)
-
-
-def test_each_suite_of_ours_loads() -> None:
-    for path in (CONFIGS / "suites").glob("*.yaml"):
-        if path.stem in ("commands", "converting-files"):
-            assert read_suite(path, COMMANDS).commands
-            continue
-        suite = read_suite(path)
-        assert not {*suite.format} & {*READ_ONLY}, "weighin cannot make it"
-        for name in [each.source for each in suite.models]:
-            if not name.startswith("results/folders/"):  # which a benchmark makes
-                model(name)
-
-
-def test_what_is_wrong_is_named_with_its_key_and_the_way_out(tmp_path: Path, same: Compare) -> None:
-    cases = [line for line in WRONG.read_text().splitlines() if line.startswith("$ ")]
-    assert len(cases) > 50
-    answers = []
-    for line in cases:
-        _, kind, text = line.split(" ", 2)
-        said = complaint(READERS[kind], written(tmp_path, text.replace("\\n", "\n")))
-        answers.append(f"{line}\n{said}\n")
-    same(WRONG.name, "\n".join(answers))
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    assert complaint(read_suite, tmp_path / "x.yaml") == (
-        "cannot read FILE: No such file or directory"
-    )
-
-
-def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
-    assert complaint(read_suite, written(tmp_path, "models: [a\nram: 8g")) == (
-        "FILE, line 2: not YAML: expected ',' or ']', but got ':'"
-    )
+def test_what_is_wrong_is_named_with_its_key_and_the_way_out(
+    here: Path, same: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(plans, "start")  # no run starts
+    same(WRONG.name, answered(WRONG, complaint))
 
 
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("description: 2026-13-01", "month must be in 1..12"),
-        ("[" * 3000, "too many nested values"),
+        (b"description: 2026-13-01", "month must be in 1..12"),
+        (b"[" * 3000, "too many nested values"),
+        (b"\xff\x00x", "not UTF-8: invalid start byte at byte 0"),
     ],
+    ids=["a date", "nested", "no text"],
 )
-def test_a_value_that_is_no_fault_of_yaml(tmp_path: Path, text: str, what: str) -> None:
-    assert complaint(read_suite, written(tmp_path, text)).startswith(f"FILE: {what}")
+def test_a_value_that_is_no_fault_of_yaml(here: Path, text: bytes, what: str) -> None:
+    (path := here / "x.yaml").write_bytes(text)
+    assert refused(read_suite, path).startswith(f"{path}: {what}")
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_bytes(b"\xff\x00x")
-    assert complaint(read_suite, path) == "FILE: not UTF-8: invalid start byte at byte 0"
-
-
-def test_a_suite_needs_only_models() -> None:
-    suite = check_suite({"models": "gpt2-xl"})
-    assert [model.source for model in suite.models] == ["gpt2-xl"]
-    assert [one.name for one in suite.strategies] == list(DEFAULT_STRATEGIES)
-    assert suite.ram == [None]
-    assert (suite.device, suite.isolation, suite.cache) == ("cpu", "auto", "cold")
-    assert (suite.repeats, suite.timeout_s) == (1, 600)
-
-
-def test_the_default_strategies_are_all_of_ours() -> None:
-    from weighin.suite.registry import strategies
-
-    assert set(DEFAULT_STRATEGIES) <= set(strategies())
-
-
-def test_a_whole_suite(tmp_path: Path) -> None:
-    path = written(
-        tmp_path,
-        """
+WHOLE = """
 models: [a, b]
 strategies: [x, {name: y, options: {threads: 4}}]
 ram: [none, 8g, 6500m, 536870912, None]
@@ -130,36 +94,42 @@ isolation: docker
 cache: warm
 repeats: 3
 timeout_s: 12.5
-description: everything
-""",
-    )
+"""
+ARENAS = {"MALLOC_ARENA_MAX": "2"}
+READ: dict[str, tuple[str, dict[str, Any]]] = {
+    "a whole suite": (WHOLE, {
+        "models": ["a", "b"], "strategies": [("x", {}), ("y", {"threads": 4})],
+        "ram": [None, 8 * GIB, 6500 * MIB, 512 * MIB, None], "device": "cuda:1", "isolation": "docker",
+        "cache": "warm", "repeats": 3, "timeout_s": 12.5}),
+    "only models": ("models: gpt2-xl", {
+        "models": ["gpt2-xl"], "strategies": [(name, {}) for name in DEFAULT_STRATEGIES], "ram": [None],
+        "device": "cpu", "isolation": "auto", "cache": "cold", "repeats": 1, "timeout_s": 600}),
+    "one value stands for a list": ("{models: a, strategies: x, ram: 8g}", {
+        "models": ["a"], "strategies": [("x", {})], "ram": [8 * GIB]}),
+    "one strategy": ("{models: a, strategies: {name: y}}", {"strategies": [("y", {})]}),
+    "commas divide strategies, not models": ("{models: 'from:a,b.pt', strategies: 'x,y'}", {
+        "models": ["from:a,b.pt"], "strategies": [("x", {}), ("y", {})]}),
+    "saves have every way of saving": ("{models: a, operation: save}", {
+        "strategies": [(name, {}) for name in DEFAULT_SAVING]}),
+    "one environment": ("{models: a, environment: {MALLOC_ARENA_MAX: 2}}", {"environment": [ARENAS]}),
+    "two environments": ("{models: a, environment: [{}, {MALLOC_ARENA_MAX: '2'}]}", {"environment": [{}, ARENAS]}),
+    "an environment of two variables": ("{models: a, environment: {OMP_NUM_THREADS: 1, A: 'b c=d'}}", {
+        "environment": [{"OMP_NUM_THREADS": "1", "A": "b c=d"}]}),
+    "disks": ("{models: a, disk: [50MB/s, none], disk_latency: 20ms}", {
+        "disk": [50_000_000, None], "disk_latency": [20_000_000]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_suite_says(name: str, here: Path) -> None:
+    text, wanted = READ[name]
+    (path := here / "suite.yaml").write_text(text)
     suite = read_suite(path)
-    assert [(one.name, one.options) for one in suite.strategies] == [
-        ("x", {}),
-        ("y", {"threads": 4}),
-    ]
-    assert suite.ram == [None, 8 * GIB, 6500 * MIB, 512 * MIB, None]
-    assert (suite.device, suite.isolation, suite.cache) == ("cuda:1", "docker", "warm")
-    assert (suite.repeats, suite.timeout_s) == (3, 12.5)
-
-
-def test_one_value_stands_for_a_list_of_one() -> None:
-    suite = check_suite({"models": "a", "strategies": "x", "ram": "8g"})
-    assert [model.source for model in suite.models] == ["a"]
-    assert [one.name for one in suite.strategies] == ["x"]
-    assert suite.ram == [8 * GIB]
-    assert [one.name for one in check_suite({"models": "a", "strategies": {"name": "y"}}).strategies] == ["y"]  # fmt: skip
-
-
-def test_a_text_of_strategies_is_divided_at_its_commas_and_one_of_models_is_not() -> None:
-    suite = check_suite({"models": "from:a,b.pt", "strategies": "x,y"})
-    assert [model.source for model in suite.models] == ["from:a,b.pt"]
-    assert [one.name for one in suite.strategies] == ["x", "y"]
-
-
-def test_a_suite_of_saves_has_every_way_of_saving() -> None:
-    suite = check_suite({"models": "gpt2-xl", "operation": "save"})
-    assert [one.name for one in suite.strategies] == list(DEFAULT_SAVING)
+    shown = {
+        "models": [one.source for one in suite.models],
+        "strategies": [(one.name, one.options) for one in suite.strategies],
+    }
+    assert {key: shown.get(key, getattr(suite, key)) for key in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -171,3 +141,88 @@ def test_a_save_takes_the_usual_value_however_often(name: str, value: Any, other
     assert getattr(check_suite(save | {name: [value, value]}), name) == [value, value]
     with pytest.raises(ConfigError, match="save"):
         check_suite(save | {name: [value, other]})
+
+
+def test_a_key_of_yaml_is_there_once_but_may_override_a_merged_one(here: Path) -> None:
+    (path := here / "x.yaml").write_text("base: &base {x: 1}\nb:\n  <<: *base\n  c: 2\n")
+    assert read_mapping(path)["b"] == {"x": 1, "c": 2}
+
+
+PLAIN = make_cell("streaming")
+SLOW: dict[str, Any] = {"disk_bytes_per_s": 200_000_000, "disk_latency_ns": 5_000_000}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"environment": ARENAS}, " MALLOC_ARENA_MAX=2"), (SLOW, " disk=200MB/s disk_latency=5ms")],
+    ids=["environment", "disk"],
+)
+def test_cells_of_other_settings_are_of_another_series(changes: dict[str, Any], words: str) -> None:
+    cell = replace(PLAIN, **changes)
+    assert replace(PLAIN, repeat=3).series == PLAIN.series != cell.series
+    assert name_of(cell) == f"{name_of(PLAIN)}{words}"
+    job = Job(cell, "c", "m", "s")
+    assert decode_job(encode_job(job)) == job
+    slow = make_cell(**SLOW)
+    assert replace(slow, disk_latency_ns=None).series != slow.series
+
+
+@pytest.mark.parametrize(
+    ("changes", "cannot"),
+    [
+        ({"environment": ARENAS}, "the effect of MALLOC_ARENA_MAX=2"),
+        ({"options": {"key": "model"}}, "the load of a part of a training checkpoint"),
+    ],
+    ids=["environment", "part"],
+)
+def test_what_a_prediction_cannot_follow(changes: dict[str, Any], cannot: str) -> None:
+    [found] = predict([plan_cell(replace(PLAIN, **changes), strategy("streaming"))])
+    assert found.cannot == f"weighin cannot predict {cannot}"
+
+
+TWO = """
+commands:
+  - {name: first, command: "sh -c 'echo a b'", cold: cold.bin, marks: [a]}
+  - {name: second, command: ['true', 1], environment: {A: 1}}
+repeats: 2
+isolation: process
+"""
+
+
+def of_commands(folder: Path, **changes: Any) -> Run:
+    (folder / "cold.bin").write_bytes(b"x")
+    (folder / "suite.yaml").write_text(TWO)
+    suite = read_suite(folder / "suite.yaml", COMMANDS)
+    settings = suite.model_copy(update={"cwd": str(folder)} | changes)
+    return start(settings, folder / "run")[0]
+
+
+def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(here: Path) -> None:
+    first, second = of_commands(here).settings.commands
+    assert (first.command, second.command) == (["sh", "-c", "echo a b"], ["true", "1"])
+    assert (first.cold, first.marks, second.environment) == (["cold.bin"], ["a"], {"A": "1"})
+    assert (second.cold, second.marks) == ([], [])
+
+
+def test_a_resumed_suite_keeps_the_settings_of_each_command(here: Path) -> None:
+    task = of_commands(here)
+    again = resume(task.folder, trusted=True)
+    assert again.settings == task.settings
+    assert [each.cell for each in again.planned] == [each.cell for each in task.planned]
+    assert [one.cell.strategy for one in again.planned] == ["first", "second"] * 2
+    plan = task.folder / "plan.json"
+    plan.write_text(plan.read_text().replace("echo a b", "echo b"))
+    assert "command sh -c 'echo b'" in refused(resume, task.folder)
+
+
+def test_a_shard_of_commands(here: Path) -> None:
+    assert "the plan has only 4 cells" in refused(of_commands, here, shard="5/5")
+    task = of_commands(here, shard="2/2")
+    assert [each.cell.strategy for each in task.planned] == ["second", "second"]
+    assert len(run_folder.read_plan(task.folder).cells) == 4
+
+
+def test_a_cell_of_a_model_has_the_series_of_before() -> None:
+    """A field with its default value is not in the hash: a new one renames no series."""
+    cell = Cell(ModelSpec("m", "a:b"), "baseline", "process")
+    assert cell.series == "baseline-f44cc69a68"
