@@ -1,4 +1,4 @@
-"""Verbs typed on small runs, for tests of what they print; nothing is measured or predicted."""
+"""Verbs typed on small runs; nothing is measured or predicted."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from torch import save, zeros
 
 from weighin import doctor
 from weighin.cell import Cell
-from weighin.doctor import Capability
 from weighin.plan.task import Run
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, Work
@@ -42,6 +41,9 @@ VERBS = {
 """A whole command for each verb, in the folder that ``prepare`` makes."""
 
 
+LIMIT = doctor.Capability("isolation cgroup enforces a limit", "yes", "a probe was killed")
+
+
 def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make two runs and a checkpoint in ``folder``, enter it, and replace what takes long."""
     monkeypatch.chdir(folder)
@@ -57,18 +59,12 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(*cells, cwd=str(folder)).as_json()
     run_folder.write_plan(Path("commands"), cells, settings)
     save({"embedding.weight": zeros(10, 4), "head.weight": zeros(10, 4)}, "model.pt")
-    monkeypatch.setattr(doctor, "examine", lambda: EXAMINATION)
+    found = doctor.Capability("soft limit (ram_high)", "partly", "cgroup v1 has no memory.high")
+    monkeypatch.setattr(doctor, "examine", lambda: doctor.Examination((found, LIMIT)))
     monkeypatch.setattr(runner, "run", _run)
     monkeypatch.setattr(runner, "search", _search)
     monkeypatch.setattr(client, "predict", _predict)
     monkeypatch.setattr(answer, "predict", _predict)
-
-
-EXAMINATION = doctor.Examination((
-    Capability("isolation docker", "no", "no Docker engine answers at unix:///var/run/docker.sock. start one"),
-    Capability("isolation cgroup enforces a limit", "yes", "a probe was killed, cgroup peak 384.000 MiB"),
-    Capability("soft limit (ram_high)", "partly", "cgroup v1 has no memory.high"),
-))  # fmt: skip
 
 
 def _run(task: Any, _: Any) -> Any:
