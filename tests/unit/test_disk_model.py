@@ -1,10 +1,12 @@
 """The model of load times on slow disks: what several requests at once get, and whom it puts first."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
+from factories import make_result
 
 from weighin.recommend.candidates import Speeds, behind, rate
+from weighin.records.metrics import through_first_pass_ns
 from weighin.slow_disk import Pace
 
 MB, MS = 1e6, 1_000_000
@@ -50,3 +52,13 @@ def test_a_disk_is_never_quicker_than_this_machines() -> None:
     quick = behind(QUICK, Pace(100_000_000_000, 1))
     assert quick.read_bytes_per_s == QUICK.read_bytes_per_s
     assert quick.map_bytes_per_s == QUICK.map_bytes_per_s
+
+
+def test_the_first_pass_counts_once() -> None:
+    result = make_result()
+    forward = next(phase for phase in result.phases if phase.name == "forward")
+    assert result.ready_ns
+    expected = result.ready_ns + forward.end_ns - forward.start_ns
+    assert through_first_pass_ns(result) == expected
+    assert through_first_pass_ns(replace(result, phases=(*result.phases, forward))) == expected
+    assert through_first_pass_ns(replace(result, ready_ns=None)) is None
