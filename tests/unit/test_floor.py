@@ -212,6 +212,9 @@ def test_a_search_begins_where_the_pages_in_reading_fit_beside_a_mapped_model() 
     unlimited = mapped(None, read_ahead_bytes=128 * 1024)
     first = next_cell(unlimited.cell, [unlimited], 0.01, 4 * GIB)
     assert first and first.ram_limit_bytes == 248 * MIB
+    copied = replace(unlimited, peaks=replace(unlimited.peaks, anon_sampled_bytes=1000 * MIB))
+    first = next_cell(copied.cell, [copied], 0.01, 4 * GIB)
+    assert first and first.ram_limit_bytes == 1008 * MIB
 
 
 def test_the_limit_under_which_a_mapped_load_ends_is_found_if_it_is_asked_for() -> None:

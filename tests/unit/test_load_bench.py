@@ -24,6 +24,7 @@ from weighin.settings.definition import check_suite
 from weighin.suite.registry import versions
 from weighin.units import MIB
 
+TWO = ["baseline", "sequential"]
 TEXT = "importing torch, to measure the memory that the import needs"
 
 
@@ -86,25 +87,24 @@ def changed(run: Run, **cell: Any) -> Run:
     return replace(run, planned=[replace(planned, cell=replace(planned.cell, **cell))])
 
 
-def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -> None:
-    run = asked(
-        BASELINE,
-        DONE,
-        strategies=["baseline", "sequential"],
-        environment={"MALLOC_ARENA_MAX": "1"},
-    )
+def test_a_run_removes_leftovers_tests_a_worker_and_measures_each_cell(compiled: list[str]) -> None:
+    run = asked(BASELINE, DONE, strategies=TWO)
+    assert isinstance(run.isolation, PlayedIsolation)
+    run.isolation.leftovers = ["cgroup x"]
+    (saving := staging.folder() / "saving" / "dead").mkdir(parents=True)
     told = Told()
     results = runner.run(run, told.progress)
+    leftover = "removed a leftover of a killed run:"
+    assert told.lines[:2] == [f"{leftover} cgroup x", f"{leftover} files of a save in {saving}"]
+    assert not saving.exists()
     probe, *others = jobs_of(run)
     assert probe.cell.strategy == "baseline"
     assert [job.cell for job in others] == [each.cell for each in run.planned]
     for job, planned in zip(others, run.planned, strict=True):
         assert Path(job.checkpoint).exists() and Path(job.manifest).name == "manifest.json"
         assert Path(job.strategy_path).name == f"{planned.cell.strategy}.py"
-        assert job.python_path == ()
-        assert job.mounts == ()
-        assert (job.target, job.use_path) == ("", "")
-    assert [each.outcome for each in results] == [Outcome.OK, Outcome.OK]
+        assert (job.python_path, job.mounts, job.target, job.use_path) == ((), (), "", "")
+    assert outcomes(results) == [("ok", ""), ("ok", "")]
     assert results == list(run_folder.read(Path("run")).results) == told.finished
     assert (told.started, compiled) == (["baseline", "sequential"], ["compiled"])
     assert told.lines[-1:] == [TEXT]
@@ -114,7 +114,6 @@ def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -
     assert environment["ram_bytes"] and environment["weighin"]
     model_bytes = cache.ensure(run.planned[0].cell.model, "pt").manifest().model_bytes("float32")
     assert results[0].model_bytes == model_bytes > 0
-    assert isinstance(run.isolation, PlayedIsolation)
     assert run.isolation.steps == ["check", "remove stale"]
     assert Path("run/samples").is_dir()
 
@@ -185,7 +184,7 @@ def test_a_first_worker_that_fails_stops_the_run(
 
 
 def test_a_run_goes_on_where_it_was_stopped() -> None:
-    run = asked(BASELINE, DONE, strategies=["baseline", "sequential"])
+    run = asked(BASELINE, DONE, strategies=TWO)
     following = iter([run.planned[0], None])
     first = runner.run(run, Progress(), lambda _: next(following))
     assert [each.cell.strategy for each in first] == ["baseline"]
@@ -214,20 +213,6 @@ def test_a_run_of_skipped_cells_prepares_nothing() -> None:
     assert (result.outcome, result.environment, jobs_of(run)) == (Outcome.SKIPPED, {}, [])
 
 
-def test_leftovers_of_dead_runs_are_told() -> None:
-    run = asked(BASELINE, DONE)
-    assert isinstance(run.isolation, PlayedIsolation)
-    run.isolation.leftovers = ["cgroup x"]
-    (saving := staging.folder() / "saving" / "dead").mkdir(parents=True)
-    told = Told()
-    runner.run(run, told.progress)
-    assert told.lines[:2] == [
-        "removed a leftover of a killed run: cgroup x",
-        f"removed a leftover of a killed run: files of a save in {saving}",
-    ]
-    assert not saving.exists()
-
-
 @pytest.fixture
 def own() -> Path:
     """A user's own checkpoint of the smallest model."""
@@ -244,7 +229,7 @@ def test_a_users_checkpoint_that_changes_stops_the_run(own: Path) -> None:
             file.write(b"\0")
 
     script: list[Any] = [*LOADED, change, ready(), fakes.done()]
-    run = asked(BASELINE, script, checkpoint=own, strategies=["baseline", "sequential"])
+    run = asked(BASELINE, script, checkpoint=own, strategies=TWO)
     assert complaint(run) == (
         f"{own} changed while baseline was measured\nrestore the checkpoint from a copy, and keep"
         " the strategy from writing to it"
@@ -255,7 +240,7 @@ def test_a_users_checkpoint_that_changes_stops_the_run(own: Path) -> None:
 
 
 def test_a_cached_checkpoint_that_changes_is_made_again() -> None:
-    run = asked(BASELINE, DONE, strategies=["baseline", "sequential"])
+    run = asked(BASELINE, DONE, strategies=TWO)
     path = cache.ensure(run.planned[0].cell.model, "pt").path
     before = path.read_bytes()
 
@@ -323,7 +308,7 @@ def test_a_run_on_slow_disks_needs_fuse(monkeypatch: pytest.MonkeyPatch) -> None
         raise IsolationUnavailable(f"no FUSE, in a container: {in_container}")
 
     monkeypatch.setattr(slow_disk, "check", check)
-    run = asked(BASELINE, strategies=["baseline", "sequential"])
+    run = asked(BASELINE, strategies=TWO)
     slow: Any = [
         replace(one, cell=replace(one.cell, disk_bytes_per_s=50_000_000)) for one in run.planned
     ]
@@ -333,7 +318,7 @@ def test_a_run_on_slow_disks_needs_fuse(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> None:
-    run = asked(BASELINE, DONE, strategies=["baseline", "sequential"])
+    run = asked(BASELINE, DONE, strategies=TWO)
 
     class Gone(PlayedIsolation):
         def start(self, cell: Any, *arguments: Any) -> Any:

@@ -221,8 +221,9 @@ def test_a_command_in_a_cgroup_has_the_kernels_figures(
         ({"peak": 1}, (3, True), (4, True)),
         # Much of it is kernel memory without a mark.
         ({"anon": 1, "kernel": 2}, (6, False), (6, True)),
+        ({"file": 4, "peak": 9}, (6, True), (6, True)),  # 3 MiB of page cache, at any moment
     ],
-    ids=["above the peak", "kernel memory"],
+    ids=["above the peak", "kernel memory", "page cache"],
 )
 def test_a_need_is_sampled_where_the_mark_does_not_tell_it(
     kernel: Kernel,

@@ -12,26 +12,7 @@ from typing import Any
 import fakes
 import pytest
 from fake_nvml import Nvml
-from fakes import (
-    BASELINE,
-    DONE,
-    JOB,
-    KILLED,
-    LOADED,
-    OK,
-    FakeRunning,
-    KnownListener,
-    Seen,
-    baseline,
-    begin,
-    done,
-    event,
-    failed,
-    loaded,
-    memory,
-    phase,
-    ready,
-)
+from fakes import BASELINE, DONE, LOADED, FakeRunning, Seen, begin, done, failed, phase, ready
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +29,8 @@ from weighin.units import MIB
 Script = Sequence[Any]
 """As of ``fakes.FakeRunning``; a dict is what the observer sees from then on."""
 
-CRASHED, ENDED, SEGFAULT = Exit(None, signal=6), Exit(1), Exit(None, signal=11)
+OK, KILLED, ENDED = fakes.OK, fakes.KILLED, Exit(1)
+CRASHED, SEGFAULT = Exit(None, signal=6), Exit(None, signal=11)
 
 
 def played(script: Script, ended: Exit = OK, *, seen: Seen | None = None, **running: Any) -> FakeRunning:  # fmt: skip
@@ -60,7 +42,7 @@ def played(script: Script, ended: Exit = OK, *, seen: Seen | None = None, **runn
 def followed(
     running: FakeRunning, *, timeout_s: float = 0.01, ram: int | None = None, use: str = "", **options: Any
 ) -> tuple[Result, Watch]:  # fmt: skip
-    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=ram, use=use))
+    job = replace(fakes.JOB, cell=replace(fakes.JOB.cell, ram_limit_bytes=ram, use=use))
     return fakes.followed(running, job=job, settings=Settings(timeout_s=timeout_s), **options)
 
 
@@ -88,15 +70,15 @@ def of(rank: int, line: bytes) -> bytes:
 
 BOTH: Script = [  # two ranks that load, of which the second is slower and takes more
     of(0, begin("import")), of(1, begin("import")),
-    {"usage_bytes": 10, "peak_bytes": 99}, of(0, baseline(t_ns=100)),
-    {"usage_bytes": 20}, of(1, baseline(t_ns=200)),
+    {"usage_bytes": 10, "peak_bytes": 99}, of(0, fakes.baseline(t_ns=100)),
+    {"usage_bytes": 20}, of(1, fakes.baseline(t_ns=200)),
     of(0, begin("read")), of(1, begin("read")),
     {"usage_bytes": 30, "peak_bytes": 40}, of(0, phase("read", 500)),
     {"peak_bytes": 60}, of(1, phase("read", 600)),
-    of(0, loaded(1000)), of(1, loaded(2000)),
+    of(0, fakes.loaded(1000)), of(1, fakes.loaded(2000)),
     of(0, ready(t_ns=2000, touch_ns=5)),
     {"peak_bytes": 70, "refaults": 9}, of(1, ready(t_ns=3000, touch_ns=1)),
-    of(0, event("shared", pss_bytes=7)), of(1, event("shared", pss_bytes=8)),
+    of(0, fakes.event("shared", pss_bytes=7)), of(1, fakes.event("shared", pss_bytes=8)),
     {"peak_bytes": 1000}, of(0, done()), of(1, done()),
 ]  # fmt: skip
 
@@ -108,16 +90,16 @@ def among(*steps: Any) -> Script:
 
 def own(kind: str, **fields: Any) -> bytes:
     """A message of a phase that a strategy measures with weighin.phase."""
-    reading = {"id": 1, "t_ns": 1, "faults": [0, 0], "peak_rss_bytes": 1, "memory": memory(1)}
-    return event(kind, **reading, **fields)
+    reading = {"id": 1, "t_ns": 1, "faults": [0, 0], "peak_rss_bytes": 1, "memory": fakes.memory(1)}
+    return fakes.event(kind, **reading, **fields)
 
 
 OWN = own("begin", name="own", resets=True), own("end")
-REFUSED = lambda: KnownListener.newest.ranks[1].note("sent a wrong message")  # noqa: E731
+REFUSED = lambda: fakes.KnownListener.newest.ranks[1].note("sent a wrong message")  # noqa: E731
 
 # -- of one worker
 
-SHARED = memory(300, shmem_bytes=40 * MIB)
+SHARED = fakes.memory(300, shmem_bytes=40 * MIB)
 BUILT = [*BASELINE, begin("build"), phase("build", 500), begin("read")]
 USED = [*LOADED, begin("touch"), phase("touch", 450), ready(), begin("forward")]
 PASSES = [
@@ -127,14 +109,14 @@ PASSES = [
 IN_PASSES = 2 * (330 * MIB // 3)  # of the anonymous memory at their ends
 FAULTS = sample(150, 1, 7, 2), sample(250, 1, 40, 3), sample(300, 1, 90, 63)
 MARKS = [
-    begin("import"), {"peak_bytes": 40}, phase("import"), baseline(),
+    begin("import"), {"peak_bytes": 40}, phase("import"), fakes.baseline(),
     begin("read"), {"peak_bytes": 70}, phase("read"), ready(),
     begin("forward"), {"peak_bytes": 99}, phase("forward"), done(),
 ]  # fmt: skip
 NO_RESET = "phases have no cgroup peak, because the cgroup's peak could not be reset (cgroup v2 needs Linux 6.12 for it)"
 STALLED: dict[str, Any] = {"some_ns": 4000, "full_ns": 4000}
-NOTE = event("told", notes=["a part of a GPU"])
-FULL = event("told", outcome="cuda_oom", message="no room", summary="| a |\n| b |")
+NOTE = fakes.event("told", notes=["a part of a GPU"])
+FULL = fakes.event("told", outcome="cuda_oom", message="no room", summary="| a |\n| b |")
 LOST = "killed by the kernel for lack of memory in phase 'read'"
 ELSEWHERE = (
     f"{LOST}: the load reached the limit of an outer cgroup, or the end of the machine's memory"
@@ -147,7 +129,7 @@ def on_gpu(name: str, peak: int) -> bytes:
     return phase(name, **{f"peak_{mark}_bytes": peak + more for more, mark in enumerate(marks)})
 
 
-GPU_PHASES = [on_gpu("prepare", 90), baseline(), on_gpu("a", 20), on_gpu("b", 10), loaded(), on_gpu("touch", 50), ready(), on_gpu("forward", 99), done()]  # fmt: skip
+GPU_PHASES = [on_gpu("prepare", 90), fakes.baseline(), on_gpu("a", 20), on_gpu("b", 10), fakes.loaded(), on_gpu("touch", 50), ready(), on_gpu("forward", 99), done()]  # fmt: skip
 
 
 def peaks(**expected: int | None) -> dict[str, Any]:
@@ -164,8 +146,8 @@ def in_use(t_ns: int, mib: int, anon_bytes: int) -> Any:
 
 
 PLAYED: dict[str, tuple[Script, dict[str, Any], dict[str, Any]]] = {
-    "shared memory is unreclaimable, as anonymous memory is": ([baseline(), phase("read", 300, end=SHARED), loaded(), done()], {}, peaks(anon_sampled_bytes=200 * MIB, unreclaimable_sampled_bytes=240 * MIB)),
-    "without shared memory, all that is unreclaimable is anonymous": ([baseline(), phase("read", 300), loaded(), done()], {}, peaks(unreclaimable_sampled_bytes=None)),
+    "shared memory is unreclaimable, as anonymous memory is": ([fakes.baseline(), phase("read", 300, end=SHARED), fakes.loaded(), done()], {}, peaks(anon_sampled_bytes=200 * MIB, unreclaimable_sampled_bytes=240 * MIB)),
+    "without shared memory, all that is unreclaimable is anonymous": ([fakes.baseline(), phase("read", 300), fakes.loaded(), done()], {}, peaks(unreclaimable_sampled_bytes=None)),
     "samples before the baseline and after ready do not count": (DONE, {"samples": [sample(99, 7000), sample(100, 3000), sample(2000, 2000), sample(2001, 9000)]}, peaks(anon_sampled_bytes=3000 * MIB, file_sampled_bytes=1500 * MIB)),
     "the mark of a phase that SIGKILL interrupts is the last that was seen": (BUILT, {"ended": KILLED, "last_peak_bytes": 700 * MIB}, peaks(rss_bytes=700 * MIB)),
     "that of a phase that a signal interrupts": (BUILT, {"ended": SEGFAULT, "last_peak_bytes": 700 * MIB}, peaks(rss_bytes=700 * MIB)),
@@ -276,7 +258,7 @@ def test_only_a_forward_pass_that_fails_after_a_right_load_is_the_models_fault(
     assert result.warnings == ((warning,) if says else ())
 
 
-FAILED_0 = [of(0, failed("strategy_failed", "a")), event("ended", rank=0, code=1, signal=None, stderr_tail="")]  # fmt: skip
+FAILED_0 = [of(0, failed("strategy_failed", "a")), fakes.event("ended", rank=0, code=1, signal=None, stderr_tail="")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -309,14 +291,14 @@ def test_wherever_a_worker_is_killed_there_is_a_result(cut: int) -> None:
 
 # -- the GPU
 
-GPU_BASELINE = event(
-    "baseline", baseline_ns=100, baseline=memory(300), import_ns=50,
+GPU_BASELINE = fakes.event(
+    "baseline", baseline_ns=100, baseline=fakes.memory(300), import_ns=50,
     environment=fakes.ENVIRONMENT | {"gpu": "Example", "gpu_uuid": "GPU-ab"},
 )  # fmt: skip
 
 
 def test_the_driver_is_asked_for_this_very_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = event("told", points=[[60, 300, 100_000]])
+    points = fakes.event("told", points=[[60, 300, 100_000]])
     samples = [sample(50), sample(time.monotonic_ns() + 10**12)]
     running = played([GPU_BASELINE, points], seen=Seen(samples))
     monkeypatch.setitem(sys.modules, "pynvml", Nvml([(7, 900), (running.pid, 512)]))
@@ -331,8 +313,8 @@ def test_without_nvml_the_figure_is_the_gpus_and_a_warning_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml([(7, 900)]))
-    points = event("told", points=[[105, 300, 100_000], [115, 200, 90_000]])
-    script = [GPU_BASELINE, points, phase("a"), loaded(), ready(), done()]
+    points = fakes.event("told", points=[[105, 300, 100_000], [115, 200, 90_000]])
+    script = [GPU_BASELINE, points, phase("a"), fakes.loaded(), ready(), done()]
     running = played(script, seen=Seen([sample(100), sample(105), sample(110), sample(120)]))
     result, seen = followed(running)
     assert [(one.cuda_allocated_bytes, one.cuda_driver_bytes) for one in seen.samples] == [
