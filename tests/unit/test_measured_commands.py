@@ -36,18 +36,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-class Watched(ProcessIsolation):
-    """Calls ``changed`` with each command that it starts."""
-
-    def __init__(self, changed: Callable[[Any], None]) -> None:
-        self._changed = changed
-
-    def start(self, *arguments: Any) -> Started:
-        running = super().start(*arguments)
-        self._changed(running)
-        return running
-
-
 Take = Callable[..., Measured]
 
 
@@ -135,19 +123,17 @@ def test_the_newest_marks_of_the_output_are_kept(
     assert result.ran.marks[-1].text == f"step {lines}"
 
 
-def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(take: Take) -> None:
-    trouble = StillRunning("it does not end")
+def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(
+    take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, trouble = Started.close, StillRunning("it does not end")
 
-    def refuse_to_close(running: Any) -> None:
-        close = running.close
+    def closing(running: Started) -> None:
+        close(running)
+        raise trouble
 
-        def closing() -> None:
-            close()
-            raise trouble
-
-        running.close = closing
-
-    measured = take("exit 0", Watched(refuse_to_close))
+    monkeypatch.setattr(Started, "close", closing)
+    measured = take("exit 0")
     assert measured.result.outcome is Outcome.OK
     assert measured.trouble is trouble
 
