@@ -158,10 +158,7 @@ def test_an_interrupted_search_goes_on_where_it_was() -> None:
 
 
 def mapped(
-    limit: int | None,
-    repeat: int = 0,
-    aim: Aim = Aim.SURVIVES,
-    read_ahead_bytes: int = 8 * MIB,
+    limit: int | None, repeat: int = 0, aim: Aim = Aim.SURVIVES, read_ahead_bytes: int = 8 * MIB
 ) -> Result:
     """A cell of ``mmap_assign`` of gpt2-small, as it was measured: below 288 MiB it thrashes."""
     mib = (limit or 0) // MIB

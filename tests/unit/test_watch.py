@@ -95,7 +95,11 @@ def own(kind: str, **fields: Any) -> bytes:
 
 
 OWN = own("begin", name="own", resets=True), own("end")
-REFUSED = lambda: fakes.KnownListener.newest.ranks[1].note("sent a wrong message")  # noqa: E731
+
+
+def refuse() -> None:
+    fakes.KnownListener.newest.ranks[1].note("sent a wrong message")
+
 
 # -- of one worker
 
@@ -181,7 +185,7 @@ PLAYED: dict[str, tuple[Script, dict[str, Any], dict[str, Any]]] = {
     # -- ranks and other processes
     "events of a rank that does not exist are passed over": (among(of(2, phase("read", 900))), {"ranks": 2}, {"outcome": "ok", "peaks.rss_bytes": 600 * MIB, "peaks.cgroup_bytes": 70, "baseline.cgroup_bytes": 20}),
     "a phase of one of several ranks has no peak, and no warning": (among(*(of(1, message) for message in OWN)), {"ranks": 2}, {"warnings": ()}),
-    "a refused message of any rank is a warning": (among(REFUSED), {"ranks": 2}, {"warnings": ("sent a wrong message",)}),
+    "a refused message of any rank is a warning": (among(refuse), {"ranks": 2}, {"warnings": ("sent a wrong message",)}),
     "a load of more phases than a program may have gets none of a program": ([*DONE[:-1], *1001 * [phase("forward")], *OWN, done()], {}, {"phases.name": ["import", "prepare", "read", "other", "touch", *1002 * ["forward"]], "warnings": ("a process had more than 1000 phases: later ones are not recorded",)}),
     "another process of the worker is told": (DONE, {"others": (1, 2 * MIB)}, {"warnings": (f"{STARTED} 1 process, with 2.000 MiB of private memory in all (sampled)",), "peaks.others_private_sampled_bytes": 2 * MIB}),
     "three of them": (DONE, {"others": (3, 5 * MIB)}, {"warnings": (f"{STARTED} 3 processes, with 5.000 MiB of private memory in all (sampled)",), "peaks.others_private_sampled_bytes": 5 * MIB}),
@@ -263,11 +267,7 @@ FAILED_0 = [of(0, failed("strategy_failed", "a")), fakes.event("ended", rank=0, 
 
 @pytest.mark.parametrize(
     ("then", "is_fault_of_model"),
-    [
-        (FAILED_0, True),
-        ([*FAILED_0, of(1, failed("wrong_weights", "b"))], True),
-        ([], False),
-    ],
+    [(FAILED_0, True), ([*FAILED_0, of(1, failed("wrong_weights", "b"))], True), ([], False)],
     ids=["one failed", "both failed", "the process that starts the ranks ended"],
 )
 @pytest.mark.parametrize("compares", [False, True], ids=["all in forward", "one compares"])
