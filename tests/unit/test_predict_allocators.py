@@ -148,6 +148,8 @@ HEAPS = {
         (USUAL, RAISED + "a:4M b:4M 1K -a 1M@0 -b 6M@1M+16"),
     "a block joins the hole below it, whoever lies above":
         (PINNED, RAISED + "a:4M b:4M -a -b 7M@0 2M@8M+32"),
+    "a hole at the top joins what is freed above it":
+        (PINNED, RAISED + "a:4M b:1M -a -b c:6M@5M+32 -c 8M@0"),
     "the rest of a hole at the top is the last chunk": (PINNED, RAISED + "a:4M -a b:1M -b 4M-96@0"),
     "the smallest hole that fits is taken, and of equals the lowest; a byte too much is too much":
         (USUAL, RAISED + "a:3M 1K b:2M 1K c:2M 1K -c -b -a 1M@3M+1056 3M-80@0 2M-79@7M+3168"),

@@ -1,21 +1,26 @@
-"""What follows from the figures of a prediction: floors, sums, words, and comparisons with a run."""
+"""What follows from the figures of a prediction: floors, sums, words, tables, and comparisons with a run."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import predicted_runs as checks
 import pytest
-from factories import make_cell, make_result, run_of
+import torch
+from factories import make_cell, make_result, refused, run_of
+from predicted_runs import Checked
 from rich.console import Console
+from snapshots import Compare
 
 from weighin.cell import Cell
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
-from weighin.predict import client, tables
+from weighin.predict import client
 from weighin.predict.prediction import (
     PredictedPhase,
     PredictedUse,
@@ -24,108 +29,96 @@ from weighin.predict.prediction import (
     from_json,
     reasons,
 )
+from weighin.predict.tables import tables
 from weighin.result import Memory, Peaks, Use
+from weighin.stream.pretrained_library import LIBRARIES, Selection
+from weighin.stream.quantised import Quantised
 from weighin.suite import registry
 from weighin.units import GIB, MIB
 
 CELL = make_cell("mmap_assign", ram_limit_bytes=None)
 USE = PredictedUse(
-    "adamw",
-    540,
-    690,
-    300,
-    host_anon_peak_bytes=590,
-    host_file_peak_bytes=70,
-    cuda_requested_bytes=11,
-    cuda_allocated_bytes=12,
-    cuda_reserved_bytes=13,
-)
+    "adamw", 540, 690, 300, host_anon_peak_bytes=590, host_file_peak_bytes=70,
+    cuda_requested_bytes=11, cuda_allocated_bytes=12, cuda_reserved_bytes=13,
+)  # fmt: skip
+READ = PredictedPhase(
+    "read", host_anon_peak_bytes=30, host_file_peak_bytes=100,
+    cuda_requested_bytes=3, cuda_allocated_bytes=4, cuda_reserved_bytes=5,
+)  # fmt: skip
 ONE = Prediction(
-    CELL,
-    model_bytes=100,
-    host_anon_peak_bytes=400,
-    host_anon_least_bytes=380,
-    host_anon_most_bytes=420,
-    tensor_peak_bytes=200,
-    in_flight_bytes=7,
-    floor_bytes=1000,
-    cuda_requested_bytes=21,
-    cuda_allocated_bytes=1,
-)
+    CELL, model_bytes=100, baseline_anon_bytes=10, baseline_file_bytes=9,
+    host_anon_peak_bytes=400, host_anon_least_bytes=380, host_anon_most_bytes=420,
+    host_file_peak_bytes=80, tensor_peak_bytes=200, in_flight_bytes=7, floor_bytes=1000,
+    cuda_requested_bytes=21, cuda_allocated_bytes=1,
+)  # fmt: skip
+WORK = Work(1, 2, 3, 4, 5, 6, 7, 8, 9)
+SMALL = replace(USE, host_anon_least_bytes=1, host_anon_most_bytes=2)
+UNKNOWN = {"host_anon_least_bytes": None, "host_anon_most_bytes": None}
 
 
-def test_a_floor_for_some_processes_is_without_what_others_keep() -> None:
-    assert ONE.floor_least_bytes == 1000 - (420 - 380) - 7
-    assert replace(ONE, floor_bytes=None).floor_least_bytes is None
-    with_use = replace(ONE, use=USE)
-    assert with_use.floor_least_bytes == 1000 - (690 - 540) - 7
-    small = replace(USE, host_anon_least_bytes=1, host_anon_most_bytes=2)
-    assert replace(ONE, use=small).floor_least_bytes == ONE.floor_least_bytes
-    unknown = replace(ONE, host_anon_least_bytes=None, host_anon_most_bytes=None)
-    assert unknown.floor_least_bytes == 1000 - 7
+@pytest.mark.parametrize(
+    ("changes", "least", "above"),
+    [
+        ({}, 1000 - (420 - 380) - 7, 1000 - 420),
+        ({"floor_bytes": None}, None, 16 * MIB),
+        ({"use": USE}, 1000 - (690 - 540) - 7, 1000 - 690),
+        ({"use": SMALL}, 1000 - (420 - 380) - 7, 1000 - 420),
+        (UNKNOWN, 1000 - 7, 1000 - 400),
+        (UNKNOWN | {"host_anon_peak_bytes": None}, 1000 - 7, 16 * MIB),
+        (UNKNOWN | {"host_anon_peak_bytes": None, "use": USE}, 1000 - (690 - 540) - 7, 16 * MIB),
+    ],
+)  # fmt: skip
+def test_a_floor_above_the_peak_and_without_what_other_processes_keep(
+    changes: dict[str, Any], least: int | None, above: int
+) -> None:
+    one = replace(ONE, **changes)
+    assert (one.floor_least_bytes, one.above_peak_bytes) == (least, above)
 
 
-def test_a_floor_is_so_much_above_the_highest_peak() -> None:
-    assert ONE.above_peak_bytes == 1000 - 420
-    assert replace(ONE, host_anon_most_bytes=None).above_peak_bytes == 1000 - 400
-    assert replace(ONE, use=USE).above_peak_bytes == 1000 - 690
-    assert replace(ONE, floor_bytes=None).above_peak_bytes == 16 * MIB
-    assert Prediction(CELL, floor_bytes=1000, use=USE).above_peak_bytes == 16 * MIB
-
-
-def test_the_tensors_are_those_of_load_and_use() -> None:
-    assert ONE.with_use("tensor_peak_bytes") == 200
-    assert replace(ONE, use=USE).with_use("tensor_peak_bytes") == 300
-    assert Prediction(CELL).with_use("tensor_peak_bytes") is None
-
-
-def test_the_gpus_peak_is_the_higher_one_of_load_and_use() -> None:
-    kinds = ("cuda_requested_bytes", "cuda_allocated_bytes", "cuda_reserved_bytes")
-    assert [ONE.with_use(kind) for kind in kinds] == [21, 1, None]
-    assert [replace(ONE, use=USE).with_use(kind) for kind in kinds] == [21, 12, 13]
+@pytest.mark.parametrize(
+    ("figure", "load", "both"),
+    [
+        ("tensor_peak_bytes", 200, 300), ("cuda_requested_bytes", 21, 21),
+        ("cuda_allocated_bytes", 1, 12), ("cuda_reserved_bytes", None, 13),
+    ],
+)  # fmt: skip
+def test_the_peak_is_the_higher_one_of_load_and_use(
+    figure: str, load: int | None, both: int
+) -> None:
+    assert (ONE.with_use(figure), replace(ONE, use=USE).with_use(figure)) == (load, both)
 
 
 def test_a_prediction_comes_back_from_its_json() -> None:
-    phases = (
-        PredictedPhase(
-            "read",
-            host_anon_peak_bytes=1,
-            host_file_peak_bytes=2,
-            cuda_requested_bytes=3,
-            cuda_allocated_bytes=4,
-            cuda_reserved_bytes=5,
-        ),
-    )
-    whole = replace(ONE, use=USE, phases=phases, reasons=("a", "b"), work=Work(1, 2))
+    whole = replace(ONE, use=USE, phases=(READ,), reasons=("a", "b"), work=WORK)
     for one in (whole, Prediction(CELL, cannot="odd")):
         fields = asdict(one)
         fields["reasons"] = list(fields["reasons"])
         assert from_json(CELL, fields | {"error": ["a", "b"]}) == one
     assert from_json(CELL, {"cannot": "killed"}) == Prediction(CELL, cannot="killed")
+    assert from_json(CELL, {"work": {}}).work == Work(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert WORK.disk_read_bytes == 1 + 2 + 3
+
+
+MAPPED = "maps {}, which the kernel may drop and read again"
+COPY = "one copy of the weights"
 
 
 @pytest.mark.parametrize(
     ("tensors", "mapped", "cuda", "words"),
     [
-        (1000, 0, None, ["keeps one copy of the weights in memory"]),
+        (1000, 0, None, [f"keeps {COPY} in memory"]),
         (2000, 0, 0, ["keeps two copies of the weights in memory"]),
         (3000, 0, None, ["keeps three copies of the weights in memory"]),
         (4000, 0, None, ["keeps 4 copies of the weights in memory"]),
-        (970, 0, None, ["keeps one copy of the weights in memory"]),
+        (970, 0, None, [f"keeps {COPY} in memory"]),
         (969, 0, None, ["keeps 969 B in memory"]),
-        (1030, 0, None, ["keeps one copy of the weights in memory"]),
-        (1031, 0, None, ["keeps one copy of the weights and 31 B in memory"]),
+        (1030, 0, None, [f"keeps {COPY} in memory"]),
+        (1031, 0, None, [f"keeps {COPY} and 31 B in memory"]),
         (500, 0, None, ["keeps 500 B in memory"]),
         (499, 499, None, []),
-        (0, 500, None, ["maps 500 B, which the kernel may drop and read again"]),
-        (0, 1000, None,
-         ["maps one copy of the weights, which the kernel may drop and read again"]),
+        (0, 500, None, [MAPPED.format("500 B")]),
         (499, 0, 2000, ["keeps two copies of the weights on the GPU"]),
-        (1000, 1000, 1000, [
-            "keeps one copy of the weights on the GPU",
-            "keeps one copy of the weights in memory",
-            "maps one copy of the weights, which the kernel may drop and read again",
-        ]),
+        (1000, 1000, 1000, [f"keeps {COPY} on the GPU", f"keeps {COPY} in memory", MAPPED.format(COPY)]),
     ],
 )  # fmt: skip
 def test_a_peak_is_explained_in_copies(
@@ -134,40 +127,82 @@ def test_a_peak_is_explained_in_copies(
     assert list(reasons(1000, tensors, mapped, cuda)) == words
 
 
-def test_ranks_add_their_number_to_the_reasons() -> None:
-    several = replace(CELL, ranks=3)
-    one = replace(
-        ONE, reasons=("maps one copy",), work=Work(1, 2, 3, 4, 5, 6, 7, 8), floor_bytes=None
+def test_ranks_share_mapped_pages_and_nothing_else() -> None:
+    three = replace(CELL, ranks=3)
+    one = replace(ONE, use=USE, phases=(READ,), work=WORK, reasons=("maps one copy",))
+    assert client.of_ranks(three, one) == replace(
+        one, cell=three, baseline_anon_bytes=30, host_anon_peak_bytes=1200,
+        host_anon_least_bytes=1140, host_anon_most_bytes=1260, tensor_peak_bytes=600,
+        floor_bytes=3 * (1000 - 7) + 7, work=Work(3, 6, 3, 12, 15, 18, 21, 24, 27),
+        phases=(replace(READ, host_anon_peak_bytes=90),),
+        use=replace(
+            USE, host_anon_least_bytes=1620, host_anon_most_bytes=2070, tensor_peak_bytes=900,
+            host_anon_peak_bytes=1770,
+        ),
+        reasons=("maps one copy", "in each of 3 ranks"),
+    )  # fmt: skip
+    bare = Prediction(CELL, model_bytes=5)
+    assert client.of_ranks(three, bare) == replace(
+        bare, cell=three, reasons=("in each of 3 ranks",)
     )
-    found = client.of_ranks(several, one)
-    assert found.reasons == ("maps one copy", "in each of 3 ranks")
-    assert found.work == Work(3, 6, 3, 12, 15, 18, 21, 24)
-    assert (found.floor_bytes, found.baseline_anon_bytes) == (None, None)
-    assert found.tensor_peak_bytes == 600
+    failed = Prediction(CELL, cannot="why")
+    assert client.of_ranks(three, failed) == replace(failed, cell=three)
+    assert client.of_ranks(CELL, ONE) is not ONE
+    assert client.of_ranks(CELL, ONE) == ONE
 
 
 # -- tables
 
 
-def shown(predictions: list[Prediction]) -> str:
+def foretold(name: str, use: PredictedUse | None = None, **changes: Any) -> Prediction:
+    """Return a prediction whose figures all differ."""
+    cell = make_cell(name, **{"format": "pt"} | changes)
+    sizes: dict[str, Any] = {
+        "model_bytes": 131 * GIB, "host_anon_peak_bytes": GIB, "host_file_peak_bytes": 80 * MIB,
+        "floor_bytes": 2 * GIB, "disk_read_bytes": 65 * GIB,
+    }  # fmt: skip
+    if cell.device == "cuda":
+        kinds = ("requested", "allocated", "reserved")
+        sizes |= {f"cuda_{kind}_bytes": (131 + more) * GIB for more, kind in enumerate(kinds)}
+    return Prediction(cell, reasons=("keeps one copy of the weights",), use=use, **sizes)
+
+
+ODD = Prediction(make_cell("odd", format="pt"), cannot="it looks at values")
+SHOWN: dict[str, tuple[int, Sequence[Prediction]]] = {
+    "nothing but a failure": (80, [ODD]),
+    "two strategies for the same reason, and one that failed": (80, [
+        foretold("safetensors_mmap", device="cuda", format="safetensors"),
+        foretold("streaming", device="cuda", options={"threads": 2}),
+        ODD,
+    ]),
+    "the same in a wide terminal": (160, [foretold("streaming", device="cuda")]),
+    "a use, and several ranks": (80, [
+        foretold("baseline", use=replace(USE, host_anon_peak_bytes=25 * GIB), ranks=2),
+        foretold("sequential"),
+    ]),
+    "a checkpoint of another dtype": (80, [
+        replace(foretold("baseline"), checkpoint_dtype="bfloat16", reasons=(), model_bytes=None),
+    ]),
+    "two models": (80, [
+        foretold("streaming"), foretold("streaming", model=registry.model("gpt2-tiny")), ODD,
+    ]),
+}  # fmt: skip
+
+
+def printed(parts: Any, width: int) -> str:
     out = io.StringIO()
-    for part in tables.tables(predictions):
-        Console(file=out, width=120).print(part)
-    return out.getvalue()
+    console = Console(file=out, width=width)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def cells_of(text: str, name: str) -> list[str]:
-    """Return the cells of the first row of a table that begins with a name."""
-    return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
+def test_tables_of_predictions(same: Compare) -> None:
+    texts = [f"# {what}\n{printed(tables(all_), width)}" for what, (width, all_) in SHOWN.items()]
+    same("predicted.txt", "\n".join(texts))
 
 
-def test_a_table_of_nothing_but_failures_has_no_closing_line() -> None:
-    failed = Prediction(CELL, cannot="odd")
-    assert shown([failed]) == "mmap_assign (pt) is not predicted: odd\n"
-    assert "Predicted by running each strategy" in shown([failed, replace(ONE, model_bytes=GIB)])
-
-
-# -- what is not followed
+# -- what is asked of the predicting process, and what is not
 
 
 def planned(name: str = "streaming", **changes: Any) -> Planned:
@@ -176,24 +211,27 @@ def planned(name: str = "streaming", **changes: Any) -> Planned:
     return plan_cell(replace(cell, **changes), info)
 
 
+CANNOT = "weighin cannot predict "
+
+
 @pytest.mark.parametrize(
     ("one", "why"),
     [
-        (planned(environment={"MALLOC_ARENA_MAX": "1"}),
-         "weighin cannot predict the effect of MALLOC_ARENA_MAX=1"),
+        (planned(environment={"MALLOC_ARENA_MAX": "1"}), f"{CANNOT}the effect of MALLOC_ARENA_MAX=1"),
         (planned(use="fork", passes=0), "the use fork can only be measured"),
-        (replace(planned("transformers", format="gguf"), skip=""),
-         "weighin cannot predict how transformers dequantises a GGUF file"),
-        (replace(planned("baseline", format="gguf"), skip=""),
-         "weighin cannot predict how baseline dequantises a GGUF file"),
-        (planned("dcp_fsdp", ranks=2), "weighin cannot predict the memory of tensors that ranks send to each other"),
-        (planned(options={"key": "model"}), "weighin cannot predict the load of a part of a training checkpoint"),
+        (replace(planned("transformers", format="gguf"), skip=""), f"{CANNOT}how transformers dequantises a GGUF file"),
+        (replace(planned("baseline", format="gguf"), skip=""), f"{CANNOT}how baseline dequantises a GGUF file"),
+        (planned("dcp_fsdp", ranks=2), f"{CANNOT}the memory of tensors that ranks send to each other"),
+        (planned(options={"key": "model"}), f"{CANNOT}the load of a part of a training checkpoint"),
         (planned(options={"disable_mmap": True}),
-         "weighin cannot predict which of the files' bytes disable_mmap keeps in memory"),
+         f"{CANNOT}which of the files' bytes disable_mmap keeps in memory"),
         (planned(options={"offload_state_dict": True}),
-         "weighin cannot predict the memory of weights that are written to a folder and read back"),
+         f"{CANNOT}the memory of weights that are written to a folder and read back"),
         (replace(planned(), skip="needs a GPU"), "needs a GPU"),
+        (Planned(planned().cell, replace(registry.strategy("streaming"), packages=("zlib_ng>=2", "numpy", "anyio"))),
+         f"{CANNOT}how anyio, zlib_ng reads files"),
     ],
+    ids=lambda one: one if isinstance(one, str) else "",
 )  # fmt: skip
 def test_a_cell_that_is_not_followed_says_why(one: Planned, why: str) -> None:
     told: list[tuple[int, str]] = []
@@ -202,11 +240,92 @@ def test_a_cell_that_is_not_followed_says_why(one: Planned, why: str) -> None:
     assert told == [(0, one.cell.strategy)]
 
 
-def test_a_package_whose_reads_are_unknown_is_named() -> None:
-    info = replace(registry.strategy("streaming"), packages=("zlib_ng>=2", "numpy", "anyio"))
-    one = Planned(planned().cell, info)
-    (found,) = client.predict([one])
-    assert found.cannot == "weighin cannot predict how anyio, zlib_ng reads files"
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the predicting process is asked; it answers that it cannot."""
+    noted: list[dict[str, Any]] = []
+
+    @contextmanager
+    def process(_python_path: Sequence[str]) -> Iterator[Any]:
+        def ask(cell: Cell, folder: str, **question: Any) -> dict[str, Any]:
+            noted.append({"cell": cell, "folder": folder} | question)
+            return {"cannot": "why"}
+
+        yield ask, "made"
+
+    monkeypatch.setattr(client, "_process", process)
+    monkeypatch.setattr(client, "read_ahead_bytes", lambda _folder: 5)
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("name", "dequantises", "refusal"),
+    [
+        ("streaming", True, ""),
+        ("streaming", False, f"{CANNOT}how streaming loads weights that are quantised with nf4"),
+        ("transformers", True, f"{CANNOT}how transformers loads weights that are quantised with nf4"),
+    ],
+)  # fmt: skip
+def test_quantised_weights_are_followed_where_weighin_dequantises_them(
+    questions: list[dict[str, Any]], name: str, dequantises: bool, refusal: str
+) -> None:
+    found = Quantised("nf4", 1, 1, dequantises=dequantises)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client.quantised, "of_model", lambda _model: found)
+        (one,) = client.predict([replace(planned(name), skip="")])
+    assert one.cannot == (refusal or "why")
+    assert len(questions) == (not refusal)
+
+
+def test_what_the_predicting_process_is_asked(
+    questions: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    torch.save({"a": torch.ones(2)}, file := tmp_path / "model.pt")
+    cells = [planned(ranks=2), planned(use="write", passes=0, format="safetensors")]
+    asked = {
+        "cell": replace(cells[0].cell, ranks=1), "folder": "made/0", "source": None,
+        "strategy_path": str(registry.strategy("streaming").path), "use_path": "",
+        "selection": {"key": "", "strip_prefix": ""}, "read_ahead_bytes": 5,
+        "checks": False, "is_own": False, "forward": False,
+    }  # fmt: skip
+    found = client.predict(cells)
+    assert [one.cell for one in found] == [one.cell for one in cells]
+    assert questions == [asked, asked | {"cell": cells[1].cell, "folder": "made/1"}]
+
+    questions.clear()
+    client.predict(cells, checkpoint=file, forward=True, use_paths={"write": "w.py"})
+    assert questions == [  # without a use of its own, a forward pass
+        asked | {"source": str(file), "is_own": True, "forward": True},
+        asked | {"cell": cells[1].cell, "folder": "made/1", "source": str(file), "use_path": "w.py"},
+    ]  # fmt: skip
+
+    questions.clear()  # the first load of a library's model compares it with the file
+    model = replace(CELL.model, builder=LIBRARIES[0].builder)
+    theirs = replace(cells[0], cell=replace(cells[0].cell, model=model))
+    client.predict([theirs, theirs], checkpoint=file, selection=Selection("model"))
+    assert [(one["checks"], one["is_own"]) for one in questions] == [(True, False), (False, False)]
+    assert questions[0]["selection"] == {"key": "model", "strip_prefix": ""}
+    questions.clear()
+    client.predict([theirs])
+    assert not questions[0]["checks"]
+
+
+def test_a_misfit_is_the_users_error_and_a_killed_process_has_a_repair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[Mapping[str, Any] | None] = [
+        None, {"event": "answer", "misfit": ["the file lacks a", "name another"]},
+    ]  # fmt: skip
+
+    class Child:
+        def __init__(self, *_: object) -> None:
+            self.receive = answers.pop
+            self.send = self.close = lambda *_, **__: None
+
+    monkeypatch.setattr(client.child_process, "Child", Child)
+    assert refused(client.predict, [planned()]) == "the file lacks a\nname another"
+    killed = refused(client.predict, [planned()])
+    assert killed.startswith("weighin's process that computes the prediction was killed\nrun the")
 
 
 # -- compared with a run
@@ -219,68 +338,45 @@ MEASURED = make_result(
     ),
     baseline=Memory(0, 0, 0, 0),
 )  # fmt: skip
-PREDICTED = replace(
-    ONE,
-    host_file_peak_bytes=80,
-    cuda_requested_bytes=21,
-    cuda_allocated_bytes=22,
-    cuda_reserved_bytes=23,
-)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Answer each cell with the same figures, and note what was asked."""
-    noted: list[dict[str, Any]] = []
-
-    def predict(cells: list[Planned], **options: Any) -> list[Prediction]:
-        noted.append({"strategies": [one.cell.strategy for one in cells], **options})
+def _predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def predict(cells: list[Planned], **_: Any) -> list[Prediction]:
         use = USE if cells[0].cell.use else None
-        return [replace(PREDICTED, cell=one.cell, use=use) for one in cells]
+        return [replace(ONE, cell=one.cell, use=use, cuda_reserved_bytes=23) for one in cells]
 
     monkeypatch.setattr(checks, "predict", predict)
-    return noted
 
 
-@pytest.mark.usefixtures("asked")
-def test_the_nearest_of_three_anonymous_peaks_is_compared(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_predicted")
+def test_predictions_are_compared_with_the_measured_peaks(tmp_path: Path) -> None:
     repeats = [
         replace(
-            MEASURED,
-            cell=replace(CELL, repeat=number),
+            MEASURED, cell=replace(CELL, repeat=number),
             peaks=replace(MEASURED.peaks, anon_sampled_bytes=size),
         )
         for number, size in enumerate((900, 415, 1))
-    ]
-    (found,) = checks.check(run_of(tmp_path, *repeats))
-    assert found.figures == (
-        ("host_anon_most_bytes", 420, 415),
+    ]  # fmt: skip
+    several = replace(MEASURED, cell=replace(CELL, ranks=2))
+    none = replace(MEASURED, cell=replace(CELL, strategy="baseline"))
+    none = replace(none, peaks=Peaks(anon_sampled_bytes=381))
+    (one, of_ranks, of_none) = checks.check(run_of(tmp_path, *repeats, several, none))
+    assert one.figures == (
+        ("host_anon_most_bytes", 420, 415),  # the nearest of three, to the median
         ("host_file_peak_bytes", 80, 90),
         ("cuda_requested_bytes", 21, 20),
-        ("cuda_allocated_bytes", 22, 2),
+        ("cuda_allocated_bytes", 1, 2),
         ("cuda_reserved_bytes", 23, 3),
     )
-    assert found.unreclaimable_bytes == 415
-    assert found.anonymous_error == pytest.approx(5 / 415)
-    assert not found.is_killed
-    assert replace(found, unreclaimable_bytes=1001).is_killed
-    assert not replace(found, unreclaimable_bytes=1000).is_killed
-    assert not replace(found, unreclaimable_bytes=None).is_killed
-
-
-@pytest.mark.usefixtures("asked")
-def test_page_cache_of_ranks_and_figures_that_are_missing_are_not_compared(tmp_path: Path) -> None:
-    several = replace(MEASURED, cell=replace(CELL, ranks=2))
-    none = replace(
-        MEASURED, cell=replace(CELL, strategy="baseline"), peaks=Peaks(anon_sampled_bytes=381)
-    )
-    of_ranks, of_none = checks.check(run_of(tmp_path, several, none))
+    assert (one.unreclaimable_bytes, one.is_killed) == (415, False)
+    assert one.anonymous_error == pytest.approx(5 / 415)
     assert "host_file_peak_bytes" not in {name for name, *_ in of_ranks.figures}
     assert of_none.figures == (("host_anon_least_bytes", 380, 381),)
     assert of_none.unreclaimable_bytes == 381
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("_predicted")
 def test_a_use_is_compared_with_its_own_peaks(tmp_path: Path) -> None:
     cell = replace(CELL, use="adamw")
     used = [
@@ -290,6 +386,19 @@ def test_a_use_is_compared_with_its_own_peaks(tmp_path: Path) -> None:
     (found,) = checks.check(run_of(tmp_path, *used))
     assert found.figures[-1] == ("use_anon_least_bytes", 540, 551)
     assert found.unreclaimable_bytes == 590
-    passes = replace(MEASURED, use=Use(460))  # without a prediction of them
-    (found,) = checks.check(run_of(tmp_path / "passes", passes))
-    assert not [name for name, *_ in found.figures if name.startswith("use_")]
+
+
+def test_a_summary_counts_the_series_that_their_predicted_floor_would_kill() -> None:
+    checked = [
+        Checked(
+            Prediction(make_cell("mmap_assign"), floor_bytes=120),
+            (("host_anon_peak_bytes", predicted, 100), ("host_file_peak_bytes", 1, 2)),
+            needed,
+        )
+        for predicted, needed in ((99, 100), (103, 121), (100, 120), (100, None))
+    ]
+    assert checks.summary_line([*checked, Checked(ODD, ())]) == (
+        "4 series. Anonymous peak: median error 0.50%, largest 3.00%. A RAM limit of the predicted"
+        " floor would have killed 1 (25.0%)."
+    )
+    assert (checks.summarised([Checked(ODD, ())]), checks.summary_line([])) == (None, "")
