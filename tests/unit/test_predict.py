@@ -1,24 +1,23 @@
-"""Predictions of small models: the whole way, through the process that runs strategies."""
+"""Predictions of small models and of what uses them: the whole way, through the process that runs strategies."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from textwrap import dedent
+from textwrap import indent
 from typing import Any
 
 import leftovers
 import pytest
 import torch
-from click.testing import CliRunner
-from factories import planned
 from nightly import nightly
 
 from weighin import install
-from weighin.cell import ModelSpec
-from weighin.cli.app import app
+from weighin.cell import Cell, ModelSpec
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned
 from weighin.predict import client
 from weighin.predict.client import predict
-from weighin.predict.prediction import Prediction
+from weighin.predict.prediction import PredictedUse, Prediction
 from weighin.suite import registry
-from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, KIB, MIB
 
 # Untied, so that a state dict has every tensor. So large that copies can be told from imports: the
@@ -26,115 +25,45 @@ from weighin.units import GIB, KIB, MIB
 SIDE = 8192
 SPEC = ModelSpec("wide", "torch.nn:Linear", {"in_features": SIDE, "out_features": SIDE})
 WEIGHT_BYTES = SIDE * SIDE * 4
-BIAS_BYTES = SIDE * 4
+WEIGHTS = WEIGHT_BYTES + SIDE * 4  # with the bias
+READ_AHEAD_BYTES = 3 * MIB
 
+SMALL = ModelSpec("small", "torch.nn:Linear", {"in_features": 768, "out_features": 768})
+TIED = ModelSpec("tied", "weighin.models.tied:tied", {
+    "vocab_size": WEIGHT_BYTES // 4 // 256, "emb_dim": 256, "n_layers": 1, "n_heads": 2,
+})  # fmt: skip
+CHECKS = ModelSpec("checks", "checks:build", {})
+"""A model whose forward pass cannot be followed."""
 
-def written(path: Path, text: str) -> Path:
-    path.write_text(dedent(text))
-    return path
+MODULE = f"""
+import torch
 
+class Checks(torch.nn.Linear):
+    def forward(self, given):
+        return super().forward(given) if self.weight.sum() > 0 else given
 
-def predicted(
-    *names: str,
-    device: str = "cpu",
-    dtype: str = "float32",
-    spec: ModelSpec = SPEC,
-    **settings: Any,
-) -> list[Prediction]:
-    strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = tuple(
-        (registry.strategy(name), {}) for name in names
-    )
-    cells = planned((spec,), strategies, device=device, dtypes={spec.title: dtype})
-    return predict(cells, **settings)
+def build():
+    return Checks({SIDE}, {SIDE})
 
-
-def above(one: Prediction) -> float:
-    """Return the anonymous peak above the import of torch, as copies of the weight."""
-    assert one.cannot == ""
-    assert one.host_anon_peak_bytes and one.baseline_anon_bytes
-    return (one.host_anon_peak_bytes - one.baseline_anon_bytes) / WEIGHT_BYTES
-
-
-def test_copies_on_the_cpu_are_counted() -> None:
-    names = ("baseline", "sequential", "load_assign", "streaming")
-    copies = [round(above(one)) for one in predicted(*names)]
-    assert copies == [2, 2, 1, 1]
-
-
-def test_buffers_are_no_larger_than_what_is_read() -> None:
-    """Each of the threads has a buffer: together four times this model, if all were used.
-
-    A large read uses four pages of it.
-    """
-    small = ModelSpec("small", "torch.nn:Linear", {"in_features": 768, "out_features": 768})
-    (one,) = predict(planned((small,), ((registry.strategy("streaming"), {}),)))
-    weight, bias = 768 * 768 * 4, 768 * 4
-    assert one.tensor_peak_bytes == pytest.approx(weight + 2 * bias + 16 * KIB, abs=4 * KIB)
-
-
-def test_mapped_weights_are_pages_of_the_file() -> None:
-    mapped, read = predicted("mmap_assign", "load_assign")
-    assert above(mapped) < 0.4
-    assert mapped.host_file_peak_bytes and read.host_file_peak_bytes
-    # Two processes map more or less of the libraries: once, 124 KiB.
-    assert mapped.host_file_peak_bytes - read.host_file_peak_bytes == pytest.approx(
-        WEIGHT_BYTES + BIAS_BYTES, abs=512 * KIB
-    )
-
-
-def test_a_floor_has_room_for_page_tables_and_for_what_is_read_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(client, "read_ahead_bytes", lambda _folder: 3 * MIB)
-    windows = {"mmap_assign": 4, "load_assign": 0}
-    for one in predicted(*windows):
-        most = one.host_anon_most_bytes
-        assert most and one.floor_bytes and one.floor_least_bytes
-        in_flight = windows[one.strategy] * 3 * MIB
-        assert one.floor_bytes == most + most // 512 + 16 * MIB + in_flight
-        assert one.floor_least_bytes == one.floor_bytes - in_flight
-
-
-def with_options(name: str, fmt: str, dtype: str = "float32", **options: Any) -> Prediction:
-    pair = (registry.strategy(name), options)
-    (one,) = predict(planned((SPEC,), (pair,), dtypes={SPEC.title: dtype}, format=[fmt]))
-    return one
-
-
-def test_accelerate_maps_safetensors_and_reads_other_files() -> None:
-    mapped, read = (with_options("accelerate", fmt) for fmt in ("safetensors", "pt"))
-    assert above(mapped) < 0.6
-    assert round(above(read)) == 1
-    assert mapped.host_file_peak_bytes and read.host_file_peak_bytes
-    assert mapped.host_file_peak_bytes - read.host_file_peak_bytes == pytest.approx(
-        WEIGHT_BYTES + BIAS_BYTES, abs=MIB
-    )
-    half = with_options("accelerate", "safetensors", "bfloat16")
-    assert round(2 * above(half)) == 1  # the converted copy, beside mapped pages
-
-
-def test_accelerate_that_writes_the_weights_to_a_folder_is_not_followed() -> None:
-    one = with_options("accelerate", "safetensors", offload_state_dict=True)
-    assert one.host_anon_peak_bytes is None
-    assert one.cannot == (
-        "weighin cannot predict the memory of weights that are written to a folder and read back"
-    )
-
-
-def test_a_format_that_weighin_does_not_write_is_told_with_its_repair() -> None:
-    said = "ConfigError: weighin reads the format pt_legacy, but does not write it: name another"
-    assert with_options("load_assign", "pt_legacy").cannot.startswith(said)
-
-
-def test_cuda_sums_are_the_allocators() -> None:
-    baseline, mapped = predicted("baseline", "mmap_assign", device="cuda")
-    assert baseline.cuda_requested_bytes == 2 * (WEIGHT_BYTES + BIAS_BYTES)
-    assert baseline.cuda_allocated_bytes == 2 * (WEIGHT_BYTES + BIAS_BYTES)
-    assert baseline.cuda_reserved_bytes == 2 * WEIGHT_BYTES + 2 * MIB
-    assert mapped.cuda_requested_bytes == WEIGHT_BYTES + BIAS_BYTES
-    assert [phase.name for phase in mapped.phases] == ["build", "map", "assign", "buffers", "touch"]
-
-
+def example_inputs():
+    return torch.zeros(1, {SIDE})
+"""
+OWN = {
+    "three copies": """
+with job.phase("build"):
+    model = job.build_model()
+with job.phase("copies"):
+    state = torch.load(job.checkpoint)
+    model.load_state_dict({name: tensor * 2 for name, tensor in state.items()})
+return model
+""",
+    "looks at values": """
+state = torch.load(job.checkpoint)
+if state["weight"].sum().item() > 0:
+    print("positive")
+return job.build_model()
+""",
+}
 MOVES = (
     "to('cuda')",
     "to(device='cuda')",
@@ -144,112 +73,6 @@ MOVES = (
     "cuda()",
     "cuda(device=0)",
 )
-
-
-def test_a_model_on_the_gpu_stays_there_if_it_is_moved_again(tmp_path: Path) -> None:
-    lines = ["import torch", "def load(job):", "    model = job.build_model().to(job.device)"]
-    for number, move in enumerate(MOVES):
-        lines.append(f"    with job.phase('{number}'): model.{move}")
-    text = "\n".join([*lines, "    return model", "DEVICES = ('cuda',)"])
-    (one,) = predicted(str(written(tmp_path / "twice.py", text)), device="cuda")
-    assert one.cannot == ""
-    for move, phase in zip(MOVES, one.phases, strict=False):
-        assert phase.cuda_requested_bytes == WEIGHT_BYTES + BIAS_BYTES, move
-        assert (phase.host_anon_peak_bytes or 0) - (
-            one.baseline_anon_bytes or 0
-        ) < WEIGHT_BYTES / 2, move
-
-
-WITH_BUFFERS = [
-    "tied-tiny",
-    "minilm",
-    "llama-70b",
-    *nightly(
-        "qwen3-0.6b",
-        "gemma-3-1b",
-        "bert-base",
-        "clip-base",
-        "deepseek-v3-bf16",
-        "flux",
-        "gpt-oss-20b",
-        "gpt-oss-20b-bf16",
-        "qwen3-30b-a3b",
-        "llama-8b",
-        "mistral-7b",
-        "qwen3-8b",
-    ),
-]
-
-
-@pytest.mark.parametrize("name", WITH_BUFFERS)
-def test_streaming_to_a_gpu_needs_little_ram_for_a_model_with_buffers_of_its_own(name: str) -> None:
-    """The buffers are built on the CPU, so that the loader moves the loaded model once more."""
-    (one,) = predicted("streaming", device="cuda", dtype="bfloat16", spec=registry.model(name))
-    assert one.cannot == ""
-    assert one.floor_bytes and one.floor_bytes < 3 * GIB
-    assert one.cuda_requested_bytes and one.model_bytes
-    assert one.model_bytes <= one.cuda_requested_bytes < 1.01 * one.model_bytes + 64 * MIB
-
-
-def test_the_checkpoint_of_a_model_has_the_dtype_of_its_published_files() -> None:
-    (half,) = predicted("streaming", dtype="bfloat16", spec=registry.model("llama-70b"))
-    assert half.checkpoint_dtype == "bfloat16"
-    assert half.disk_read_bytes == pytest.approx(70_553_706_496 * 2, abs=MIB)
-    assert predicted("streaming")[0].checkpoint_dtype == "float32"
-
-
-def test_a_users_checkpoint_gives_the_structure(tmp_path: Path) -> None:
-    file = tmp_path / "weights.pt"
-    state = {"weight": torch.empty(SIDE, SIDE), "bias": torch.empty(SIDE)}
-    with torch.serialization.skip_data():
-        torch.save({name: one.to(torch.float16) for name, one in state.items()}, file)
-    found = predicted("load_assign", "per_param", checkpoint=file)
-    assert [one.disk_read_bytes for one in found] == [(WEIGHT_BYTES + BIAS_BYTES) // 2] * 2
-
-
-def test_a_strategy_of_ones_own_is_predicted_by_the_same_run(tmp_path: Path) -> None:
-    own = written(
-        tmp_path / "three.py",
-        '''
-        """Three copies."""
-        import torch
-
-        def load(job):
-            with job.phase("build"):
-                model = job.build_model()
-            with job.phase("copies"):
-                state = torch.load(job.checkpoint)
-                other = {name: tensor * 2 for name, tensor in state.items()}
-                model.load_state_dict(other)
-            return model
-        ''',
-    )
-    (found,) = predicted(str(own))
-    assert round(above(found)) == 3
-
-
-def test_what_cannot_be_followed_says_so(tmp_path: Path) -> None:
-    own = written(
-        tmp_path / "looks.py",
-        '''
-        """Looks at values."""
-        import torch
-
-        def load(job):
-            state = torch.load(job.checkpoint)
-            if state["weight"].sum().item() > 0:
-                print("positive")
-            return job.build_model()
-        ''',
-    )
-    looks, missing = predicted(str(own)), predicted("safetensors_copy", device="cuda")
-    assert missing[0].cannot == ""
-    assert looks[0].cannot == (
-        "CannotFollow: the code uses values of tensors, but a prediction runs without values"
-    )
-    assert looks[0].host_anon_peak_bytes is None
-
-
 RUN = "ctypes.CDLL(None).system(b'true')"
 STARTS = {
     "reported": "subprocess.Popen(['sleep', '61'])",
@@ -262,85 +85,318 @@ STARTS = {
     "spawned": "multiprocessing.get_context('spawn').Process(target=time.sleep, args=(61,)).start()",
     "ended": RUN,
     "fails": f"{RUN}; raise ValueError",
-    "caught": "\n        try: os.fork()\n        except Exception: pass",
+    "caught": "\ntry: os.fork()\nexcept Exception: pass",
 }
+COPIES = {
+    "write": (1, 1), "sgd": (2, 2), "adamw": (6, 6), "deepcopy": (1, 2), "save": (0, 1),
+    "twice": (1, 2),
+}  # fmt: skip
+"""The peak of a use of a mapped and of a copied model, in copies of the weight.
+
+AdamW keeps a gradient and two states, and needs two temporary tensors as large as a weight.
+"""
+TWICE = """
+def use(model):
+    return [parameter.detach() * 2 for parameter in model.parameters()]
+"""
 
 
-def test_a_strategy_that_starts_a_process_is_refused_and_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+Followed = Mapping[str, Prediction]
+
+
+def planned(strategy: str, use: str = "", model: ModelSpec = SPEC, **changes: Any) -> Planned:
+    info = registry.strategy(strategy)
+    fields: dict[str, Any] = {"format": info.formats[0], "use": use, "passes": 0} | changes
+    return plan_cell(Cell(model, strategy, "process", **fields), info)
+
+
+def own(folder: Path, name: str, body: str, **changes: Any) -> Planned:
+    path = folder / f"{name}.py"
+    imports = "import ctypes, multiprocessing, os, subprocess, time, torch"
+    path.write_text(f"{imports}\nDEVICES = ('cpu', 'cuda')\ndef load(job):\n{indent(body, '    ')}")
+    return planned(str(path), **changes)
+
+
+def cells(folder: Path) -> Mapping[str, Planned]:
+    """Return what is predicted, by its name here; uses are "STRATEGY USE"."""
+    moves = "model = job.build_model().to(job.device)\n"
+    for number, move in enumerate(MOVES):
+        moves += f"with job.phase('{number}'): model.{move}\n"
+    loads = ("baseline", "sequential", "load_assign", "streaming", "mmap_assign", "per_param")
+    used = ("mmap_assign", "load_assign")
+    return {
+        **{name: planned(name) for name in loads},
+        **{f"{name} cuda": planned(name, device="cuda")
+           for name in ("baseline", "mmap_assign", "safetensors_copy")},
+        **{f"accelerate {fmt}": planned("accelerate", format=fmt) for fmt in ("pt", "safetensors")},
+        "accelerate bf16": planned("accelerate", format="safetensors", dtype="bfloat16"),
+        "offload": planned("accelerate", format="safetensors", options={"offload_state_dict": True}),
+        "pt_legacy": planned("load_assign", format="pt_legacy"),
+        "no such model": planned("per_param", model=ModelSpec("no", "torch.nn:Nothing", {})),
+        "small": planned("streaming", model=SMALL),
+        "moves": own(folder, "moves", f"{moves}return model", device="cuda"),
+        **{name: own(folder, name, body) for name, body in OWN.items()},
+        **{f"starts: {name}": own(folder, name, f"{how}\nreturn job.build_model()")
+           for name, how in STARTS.items()},
+        **{f"{name} {use}": planned(name, use) for name in used for use in COPIES},
+        "mmap_assign to-device": planned("mmap_assign", "to-device"),
+        "mmap_assign adamw cuda": planned("mmap_assign", "adamw", device="cuda"),
+        "tied sgd": planned("load_assign", "sgd", model=TIED),
+        "checks sgd": planned("load_assign", "sgd", model=CHECKS),
+        "checks forward": planned("load_assign", model=CHECKS, passes=1),
+        "forward": planned("load_assign", model=registry.model("gpt2-tiny"), passes=1),
+        "forward, without inputs": planned("load_assign", passes=1),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    """All predictions of ``cells``, by one process."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "twice.py").write_text(TWICE)
+    (folder / "checks.py").write_text(MODULE)
+    asked = cells(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "read_ahead_bytes", lambda _folder: READ_AHEAD_BYTES)
+        patch.setenv("PREDICTS", str(folder))
+        found = predict(
+            [*asked.values()],
+            forward=True,
+            python_path=[str(folder)],
+            use_paths={"twice": str(folder / "twice.py")},
+        )
+    assert leftovers.processes(f"PREDICTS={folder}") == []
+    return dict(zip(asked, found, strict=True))
+
+
+def above(one: Prediction | PredictedUse, load: Prediction) -> float:
+    """Return an anonymous peak above the import of torch, as copies of the weight."""
+    assert load.cannot == ""
+    assert one.host_anon_peak_bytes and load.baseline_anon_bytes
+    return (one.host_anon_peak_bytes - load.baseline_anon_bytes) / WEIGHT_BYTES
+
+
+def used(one: Prediction) -> PredictedUse:
+    assert one.cannot == ""
+    assert one.use
+    return one.use
+
+
+@pytest.mark.parametrize(
+    ("name", "copies"),
+    [
+        ("baseline", 2), ("sequential", 2), ("load_assign", 1), ("streaming", 1),
+        ("three copies", 3), ("accelerate pt", 1), ("accelerate safetensors", 0),
+        ("mmap_assign", 0),
+    ],
+)  # fmt: skip
+def test_copies_on_the_cpu_are_counted(followed: Followed, name: str, copies: int) -> None:
+    one = followed[name]
+    assert round(above(one, one) - 0.1) == copies  # up to 0.6 for imports and small tensors
+    assert one.model_bytes == WEIGHTS
+    assert one.disk_read_bytes == pytest.approx(WEIGHTS, abs=4096)  # a page of a mapped file
+    assert (one.checkpoint_dtype, one.is_mixed, one.computes_buffers) == ("float32", False, False)
+    assert one.cuda_requested_bytes is one.cuda_reserved_bytes is None
+
+
+def test_accelerate_keeps_the_converted_copy_beside_mapped_pages(
+    followed: Followed,
 ) -> None:
-    text = """
-    import ctypes, multiprocessing, os, subprocess, time
+    one = followed["accelerate bf16"]
+    assert round(2 * above(one, one)) == 1
+    assert one.is_mixed is False
 
-    def load(job):
-        {start}
-        return job.build_model()
+
+def test_buffers_are_no_larger_than_what_is_read(followed: Followed) -> None:
+    """Each of the threads has a buffer: together four times this model, if all were used.
+
+    A large read uses four pages of it.
     """
-    paths = [
-        written(tmp_path / f"{name}.py", text.format(start=how)) for name, how in STARTS.items()
+    weight, bias = 768 * 768 * 4, 768 * 4
+    expected = weight + 2 * bias + 16 * KIB
+    assert followed["small"].tensor_peak_bytes == pytest.approx(expected, abs=4 * KIB)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "reading"),
+    [("mmap_assign", "load_assign"), ("accelerate safetensors", "accelerate pt")],
+)
+def test_mapped_weights_are_pages_of_the_file(
+    followed: Followed, mapping: str, reading: str
+) -> None:
+    mapped, read = followed[mapping], followed[reading]
+    assert mapped.host_file_peak_bytes and read.host_file_peak_bytes
+    # Two processes map more or less of the libraries: once, 124 KiB.
+    more = mapped.host_file_peak_bytes - read.host_file_peak_bytes
+    assert more == pytest.approx(WEIGHTS, abs=MIB)
+    assert (read.work.read_bytes, read.work.mapped_bytes) == (WEIGHTS, 0)
+    assert (mapped.work.read_bytes, mapped.work.mapped_bytes) == (0, mapped.disk_read_bytes)
+    assert read.work.archives == 1
+
+
+@pytest.mark.parametrize(("name", "windows"), [("mmap_assign", 4), ("load_assign", 0)])
+def test_a_floor_has_room_for_page_tables_and_for_what_is_read_ahead(
+    followed: Followed, name: str, windows: int
+) -> None:
+    one = followed[name]
+    most = one.host_anon_most_bytes
+    assert most and one.floor_bytes
+    assert one.in_flight_bytes == windows * READ_AHEAD_BYTES
+    assert one.floor_bytes == most + most // 512 + 16 * MIB + one.in_flight_bytes
+
+
+def test_cuda_sums_are_the_allocators(followed: Followed) -> None:
+    baseline, mapped = followed["baseline cuda"], followed["mmap_assign cuda"]
+    assert baseline.cuda_requested_bytes == 2 * WEIGHTS
+    assert baseline.cuda_allocated_bytes == 2 * WEIGHTS
+    assert baseline.cuda_reserved_bytes == 2 * WEIGHT_BYTES + 2 * MIB
+    assert mapped.cuda_requested_bytes == WEIGHTS
+    assert mapped.reasons == (
+        "keeps one copy of the weights on the GPU",
+        "maps one copy of the weights, which the kernel may drop and read again",
+    )
+    assert [phase.name for phase in mapped.phases] == ["build", "map", "assign", "buffers", "touch"]
+    assert followed["safetensors_copy cuda"].cannot == ""
+
+
+def test_a_model_on_the_gpu_stays_there_if_it_is_moved_again(
+    followed: Followed,
+) -> None:
+    one = followed["moves"]
+    assert one.cannot == ""
+    for move, phase in zip(MOVES, one.phases, strict=False):
+        assert phase.cuda_requested_bytes == WEIGHTS, move
+        again = (phase.host_anon_peak_bytes or 0) - (one.baseline_anon_bytes or 0)
+        assert again < WEIGHT_BYTES / 2, move
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("offload", "weighin cannot predict the memory of weights that are written to a folder and read back"),
+        ("pt_legacy", "ConfigError: weighin reads the format pt_legacy, but does not write it: name another"),
+        ("no such model", "ConfigError: builder 'torch.nn:Nothing': module 'torch.nn' has no"),
+        ("looks at values", "CannotFollow: the code uses values of tensors, but a prediction runs without values"),
+        ("forward, without inputs", "CannotFollow: the model's module has no example_inputs for a forward pass"),
+        ("checks forward", "CannotFollow: aten.is_nonzero"),
+        *((f"starts: {how}", "CannotFollow: the strategy starts a process, whose memory a prediction cannot compute")
+          for how in STARTS),
+    ],
+    ids=lambda text: text.partition(": ")[0] if text[0].isupper() else text,
+)  # fmt: skip
+def test_what_cannot_be_predicted_says_why(followed: Followed, name: str, why: str) -> None:
+    one = followed[name]
+    assert one.cannot.startswith(why)
+    assert one.host_anon_peak_bytes is None
+
+
+# -- uses
+
+
+@pytest.mark.parametrize("use", COPIES)
+def test_the_copies_in_a_use_of_a_mapped_and_a_copied_model_are_counted(
+    followed: Followed, use: str
+) -> None:
+    found = [followed[f"{name} {use}"] for name in ("mmap_assign", "load_assign")]
+    assert tuple(round(above(used(one), one)) for one in found) == COPIES[use]
+    assert [used(one).name for one in found] == [use, use]
+
+
+def test_a_tied_matrix_has_two_gradients_and_their_sum_at_once(
+    followed: Followed,
+) -> None:
+    """The backward pass reaches the embedding last, through the transposed heads of attention."""
+    one = followed["tied sgd"]
+    assert round(above(used(one), one)) == 4
+    assert one.is_mixed
+
+
+def test_a_training_that_cannot_be_followed_makes_its_own_gradients(
+    followed: Followed,
+) -> None:
+    one = followed["checks sgd"]
+    assert round(above(used(one), one)) == 2
+
+
+def test_a_model_on_the_gpu_is_used_there(followed: Followed) -> None:
+    moved, trained = followed["mmap_assign to-device"], followed["mmap_assign adamw cuda"]
+    assert (moved.cuda_requested_bytes, used(moved).cuda_requested_bytes) == (0, WEIGHTS)
+    assert moved.with_use("cuda_requested_bytes") == WEIGHTS
+    assert moved.reasons[0].startswith("maps one copy of the weights")
+    assert trained.cuda_requested_bytes == WEIGHTS
+    assert round((used(trained).cuda_requested_bytes or 0) / WEIGHT_BYTES, 1) == 6.0
+
+
+def test_a_floor_holds_the_load_and_the_use(followed: Followed) -> None:
+    one = followed["load_assign adamw"]
+    most = used(one).host_anon_most_bytes
+    possible = most + most // 100 + 16 * MIB
+    assert one.floor_bytes == possible + possible // 512 + 16 * MIB
+    assert (one.host_anon_peak_bytes or 0) < most  # that of the load alone
+    assert [phase.name for phase in one.phases][-2:] == ["touch", "use: adamw"]
+
+
+def test_the_work_of_a_load_does_not_include_the_use(followed: Followed) -> None:
+    load, trained = followed["load_assign"], followed["load_assign adamw"]
+    assert load.use is None
+    assert load.work.written_bytes == trained.work.written_bytes
+    assert load.disk_read_bytes == trained.disk_read_bytes
+
+
+def test_a_forward_pass_is_predicted_if_asked_for(followed: Followed) -> None:
+    one = followed["forward"]
+    assert used(one).name == "forward"
+    assert one.host_anon_peak_bytes
+    assert abs((used(one).host_anon_peak_bytes or 0) - one.host_anon_peak_bytes) < 16 * MIB
+
+
+# -- other checkpoints and models
+
+
+def test_a_users_checkpoint_gives_the_structure(tmp_path: Path) -> None:
+    state = {"weight": torch.empty(SIDE, SIDE), "bias": torch.empty(SIDE)}
+    with torch.serialization.skip_data():
+        torch.save({name: one.bfloat16() for name, one in state.items()}, tmp_path / "half.pt")
+    asked = [planned("load_assign"), planned("per_param")]
+    asked += [
+        planned(name, "to-float32", dtype="bfloat16") for name in ("mmap_assign", "load_assign")
     ]
-    monkeypatch.setenv("PREDICTS", str(tmp_path))
-    assert [one.cannot for one in predicted(*map(str, paths))] == [
-        "CannotFollow: the strategy starts a process, whose memory a prediction cannot compute"
-    ] * len(STARTS)
-    assert leftovers.processes(f"PREDICTS={tmp_path}") == []
+    read, split, mapped, copied = predict(asked, checkpoint=tmp_path / "half.pt")
+    assert (read.disk_read_bytes, split.disk_read_bytes) == (WEIGHTS // 2, WEIGHTS // 2)
+    assert read.checkpoint_dtype == "bfloat16"
+    # A conversion keeps one weight of the old dtype.
+    assert (round(above(used(mapped), mapped), 1), round(2 * above(used(copied), copied))) == (1, 3)
 
 
-@pytest.mark.nightly
-def test_truncated_normal_values_are_followed_if_no_value_is_out_of_bounds(tmp_path: Path) -> None:
-    written(
-        tmp_path / "truncated.py",
-        """
-        import torch
+BY_DAY = ("tied-tiny", "minilm", "llama-70b")
+AT_NIGHT = (
+    "qwen3-0.6b", "gemma-3-1b", "bert-base", "clip-base", "deepseek-v3-bf16", "flux", "gpt-oss-20b",
+    "gpt-oss-20b-bf16", "qwen3-30b-a3b", "llama-8b", "mistral-7b", "qwen3-8b",
+)  # fmt: skip
 
-        def build(std):
-            model = torch.nn.Linear(8192, 8192)
-            torch.nn.init.trunc_normal_(model.weight, std=std)
-            return model
-        """,
-    )
-    narrow, wide = (
-        predicted(
-            "baseline",
-            spec=ModelSpec("truncated", "truncated:build", {"std": std}),
-            python_path=[str(tmp_path)],
-        )[0]
-        for std in (0.02, 1.0)
-    )
-    assert round(above(narrow)) == 2
-    # torch before 2.13 does not read the values
-    assert not wide.cannot or wide.cannot.startswith(
-        "CannotFollow: the code uses values of tensors"
-    )
+
+@pytest.mark.parametrize("names", [BY_DAY, *nightly(*zip(AT_NIGHT, strict=True))], ids=",".join)
+def test_streaming_to_a_gpu_needs_little_ram_for_a_model_with_buffers_of_its_own(
+    names: tuple[str, ...],
+) -> None:
+    """The buffers are built on the CPU, so that the loader moves the loaded model once more."""
+    models = [registry.model(name) for name in names]
+    settings = {"device": "cuda", "dtype": "bfloat16"}
+    for one in predict([planned("streaming", model=model, **settings) for model in models]):
+        assert one.cannot == ""
+        assert one.floor_bytes and one.floor_bytes < 3 * GIB
+        assert one.cuda_requested_bytes and one.model_bytes
+        assert one.model_bytes <= one.cuda_requested_bytes < 1.01 * one.model_bytes + 64 * MIB
+    if names is BY_DAY:
+        assert (one.is_mixed, one.computes_buffers) == (False, False)
+        # The checkpoint has the dtype of the published files.
+        assert one.checkpoint_dtype == "bfloat16"
+        assert one.disk_read_bytes == pytest.approx(70_553_706_496 * 2, abs=MIB)
 
 
 def test_without_another_dtype_the_checkpoint_is_as_bench_writes_it() -> None:
     pytest.importorskip("transformers", reason=install.command("hf"))
-    (found,) = predicted("mmap_assign", dtype="bfloat16", spec=registry.model("qwen3-0.6b"))
+    asked = planned("mmap_assign", model=registry.model("qwen3-0.6b"), dtype="bfloat16")
+    (found,) = predict([asked])
     assert found.cannot == ""
     assert found.disk_read_bytes == pytest.approx(596_049_920 * 2, rel=1e-3)
-
-
-def test_a_strategy_that_fails_says_how() -> None:
-    strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = (
-        (registry.strategy("per_param"), {}),
-    )
-    (found,) = predict(planned((ModelSpec("no", "torch.nn:Nothing", {}),), strategies))
-    assert found.cannot.startswith(
-        "ConfigError: builder 'torch.nn:Nothing': module 'torch.nn' has no"
-    )
-
-
-def test_a_command_that_predicts_nothing_ends_with_code_2_and_the_reason(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.save({"weight": torch.ones(4, 4)}, path)
-    ended = CliRunner().invoke(app, ["predict", str(path), "-s", "dcp_fsdp,transformers"])
-    text = " ".join(ended.output.split())
-    assert ended.exit_code == 2, text
-    assert "transformers (pt) is not predicted: transformers loads Hugging Face" in text
-    assert "error: no load was predicted" in text
-    assert "Predicted by running each strategy" not in text
-    ended = CliRunner().invoke(app, ["predict", str(path), "--use", "fork"])
-    assert str(ended.exception).startswith("the use fork can only be measured\nmeasure it: ")
-    ended = CliRunner().invoke(app, ["predict", str(path), "-s", "streaming,transformers"])
-    assert ended.exit_code == 0, ended.output
