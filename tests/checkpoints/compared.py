@@ -1,6 +1,7 @@
 """Make a layout, load it, and compare, each in a process of its own: ``tried.py`` starts them."""
 
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,6 +75,22 @@ def converted() -> None:
             found[tied_to] = found[key]
     found |= {key: one.to(truth[key].dtype) for key, one in found.items() if key in truth}
     _print(state_differences(found, truth), [])
+
+
+def recommended() -> None:
+    """Run the code that ``recommend`` answered, compare its model with the truth, and print JSON."""
+    answer = json.loads(Path("recommended.json").read_text())
+    truth, more = _truth()
+    names: dict[str, Any] = {"build_model": lambda: _model_of(truth)}
+    exec(re.sub(r"(?m)^# (model = |from peft )", r"\1", answer["code"]), names)
+    state, buffers = _tensors(names["model"])
+    wanted = {key: one.to(state[key].dtype) if key in state else one for key, one in truth.items()}
+    differences = _differences(state, wanted)  # in the dtype that was asked for
+    if not state.keys() & truth.keys():
+        differences = []  # transformers' names of a GGUF file's tensors: unit/test_pasted_code.py compares
+    if more:
+        differences += _differences(buffers, more)
+    _print(differences, [])
 
 
 def _from_pretrained(path: Path, layout: Layout) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ torch.set_num_threads(1)
 _MAIN: Final = "import runpy; runpy.run_module('weighin', run_name='__main__')"
 _MAKE: Final = "import compared, sys; compared.make(*sys.argv[1:])"
 _LOAD: Final = "import compared, sys; compared.load(*sys.argv[1:])"
+_RECOMMENDED: Final = "import compared; compared.recommended()"
 _CONVERTED: Final = "import compared, sys; compared.converted(*sys.argv[1:])"
 
 
@@ -168,10 +170,16 @@ class _Run:
         ended = self._cli("recommend", "--ram=8g", "--json", "recommended.json")
         if verdict := _not_right(ended):
             return verdict
-        best = json.loads((self.folder / "recommended.json").read_text())["recommended"]
-        if best in self.layout.refused:
+        answer = json.loads((self.folder / "recommended.json").read_text())
+        if (best := answer["recommended"]) in self.layout.refused:
             return Verdict("WRONG", f"recommends {best}, which must refuse")
-        return Verdict("right", _words(ended))
+        if not answer["code"] or "load" in self.layout.refused:
+            return Verdict("right", _words(ended))
+        if advised := re.search(r"weighin (convert .*)", "\n".join(answer["notes"])):
+            saved = self.forks.run(_MAIN, *shlex.split(advised[1]), folder=self.folder)
+            if verdict := _not_right(saved):
+                return verdict
+        return _compared(self.forks.run(_RECOMMENDED, folder=self.folder), _words(ended))
 
     def convert(self) -> Verdict:
         keys = ("--keys", "model") if self.is_folder else ()

@@ -10,11 +10,6 @@ import pytest
 from weighin import __version__, install
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    page
-    for pattern in ("*.md", "docs/**/*.md", "*/README.md")
-    for page in sorted(ROOT.glob(pattern))
-]
 WHERE = ", where URL is the address of weighin's repository"
 
 
@@ -27,10 +22,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(folder.parent)
     assert metadata.version("weighin") == "9.9"
     return folder
-
-
-def came_from(installed: Path, url: str, **details: object) -> None:
-    (installed / "direct_url.json").write_text(json.dumps({"url": url, **details}))
 
 
 @pytest.mark.usefixtures("installed")
@@ -51,31 +42,32 @@ def test_the_repository_of_the_metadata_is_named(installed: Path) -> None:
 def test_the_clone_or_the_wheel_that_is_still_there_is_named(
     installed: Path, tmp_path: Path
 ) -> None:
+    def came_from(place: Path, **details: object) -> None:
+        found = json.dumps({"url": place.as_uri(), **details})
+        (installed / "direct_url.json").write_text(found)
+
     clone, wheel = tmp_path / "my clone", tmp_path / "weighin-9.9-py3-none-any.whl"
     clone.mkdir()
     wheel.touch()
-    came_from(installed, clone.as_uri(), dir_info={"editable": True})
+    came_from(clone, dir_info={"editable": True})
     assert install.command("hf") == f"pip install --editable '{clone}[hf]'"
     assert install.command("hf", anywhere=True) == f"pip install 'weighin[hf] @ git+URL'{WHERE}"
-    came_from(installed, clone.as_uri(), dir_info={})
+    came_from(clone, dir_info={})
     assert install.command("hf") == f"pip install '{clone}[hf]'"
-    came_from(installed, wheel.as_uri(), archive_info={})
+    came_from(wheel, archive_info={})
     assert install.command("hf") == f"pip install '{wheel}[hf]'"
     wheel.unlink()
     assert install.command("hf") == f"pip install 'weighin[hf] @ git+URL'{WHERE}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_installs_an_extra_with_this_line(page: Path) -> None:
-    for line in re.findall(r"pip install (?:-\S+ )*[^\s`#]*weighin[^`#\n]*", page.read_text()):
-        extras = re.search(r"\[([\w,-]+)\]", line)
-        chosen = extras[1].split(",") if extras else []
-        whole = install.command(*chosen, anywhere=True).removesuffix(WHERE)
-        wheel = (
-            f"pip install './weighin-{__version__}-py3-none-any.whl{extras[0] if extras else ''}'"
-        )
-        assert line.strip() in {whole, wheel}, line
-
-
-def test_the_first_page_says_what_the_placeholder_is() -> None:
+def test_the_pages_install_with_this_line() -> None:
     assert f"`git+URL`{WHERE}" in " ".join((ROOT / "README.md").read_text().split())
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    lines = re.findall(r"pip install (?:-\S+ )*[^\s`#]*weighin[^`#\n]*", text)
+    assert lines
+    for line in lines:
+        extras = re.search(r"\[([\w,-]+)\]", line)
+        whole = install.command(*(extras[1].split(",") if extras else []), anywhere=True)
+        wheel = f"'./weighin-{__version__}-py3-none-any.whl{extras[0] if extras else ''}'"
+        assert line.strip() in {whole.removesuffix(WHERE), f"pip install {wheel}"}, line

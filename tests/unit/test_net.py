@@ -35,15 +35,11 @@ def test_only_the_file_of_adapters_imports_the_insides_of_weighin() -> None:
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("import weighin", []),
-        ("from weighin import Load, phase\nfrom weighin.strategy import Load", []),
-        ("import weighin.cli.app", ["weighin.cli.app"]),
-        ("def f():\n    from weighin.result import Result as R", ["weighin.result"]),
-        ("from weighin import (\n    Load,\n    install,\n)", ["weighin.install"]),
+        ("import weighin\nfrom weighin import Load\nfrom weighin.strategy import Load", []),
+        ("def f():\n    import weighin.cli.app", ["weighin.cli.app"]),
         ("from weighin import strategy as s, units", ["weighin.units"]),
-        ("CODE = 'import sys; from weighin.cli.app import main'", ["weighin.cli.app"]),
-        ("CODE = f'{1}from weighin import predict, phase'", ["weighin.predict"]),
         ("from weighin.strategy_of import x", ["weighin.strategy_of"]),
+        ("CODE = f'{1}import sys; from weighin import predict, phase'", ["weighin.predict"]),
     ],
 )
 def test_an_import_of_the_insides_is_found(code: str, found: list[str]) -> None:

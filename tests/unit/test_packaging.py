@@ -1,4 +1,4 @@
-"""The sdist and the wheel: what is in them, and what they say of themselves."""
+"""The sdist, and what a wheel of it says of itself; tests/integration/test_wheel.py installs one."""
 
 import os
 import re
@@ -11,8 +11,6 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-
-from weighin import __version__
 
 ROOT = Path(__file__).parents[2]
 BUILDERS = ("GITHUB_REPOSITORY", "GITHUB_SERVER_URL", "GITHUB_SHA", "WEIGHIN_REPOSITORY")
@@ -49,51 +47,16 @@ def metadata(wheel: Path) -> Message:
         return BytesParser().parsebytes(archive.read(name))
 
 
-def test_an_sdist_holds_what_a_build_needs_and_no_results(build: Build, tmp_path: Path) -> None:
-    root = unpacked(build("sdist"), tmp_path / "unpacked")
+def test_an_sdist_has_no_results_and_pypi_shows_whole_addresses(
+    build: Build, tmp_path: Path
+) -> None:
+    environment = {"GITHUB_REPOSITORY": "me/mine", "GITHUB_SHA": "a" * 40}
+    root = unpacked(build("sdist", **environment), tmp_path / "unpacked")
     assert {path.name for path in root.iterdir()} == {
         ".gitignore", "CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "configs", "docker", "docs",
         "harness", "hatch_build.py", "pyproject.toml", "strategies",
     }  # fmt: skip
     assert not [path for path in root.rglob("*") if path.suffix in {".csv", ".jsonl", ".pyc"}]
-
-
-def test_a_wheel_brings_one_package_with_types_and_its_data(build: Build) -> None:
-    with ZipFile(build("wheel")) as wheel:
-        names = wheel.namelist()
-    assert {name.partition("/")[0] for name in names} == {
-        "weighin",
-        f"weighin-{__version__}.data",  # the manual page
-        f"weighin-{__version__}.dist-info",
-    }
-    assert "weighin/py.typed" in names
-    assert "weighin/_data/strategies/baseline.py" in names
-    assert "weighin/_data/configs/models/gpt2-small.yaml" in names
-
-
-def test_where_no_repository_is_named_the_readme_stays_as_it_is(build: Build) -> None:
-    built = metadata(build("wheel"))
-    assert built.get_all("Project-URL") is None
-    assert built["Version"] == __version__
-    assert built["License-Expression"] == "Apache-2.0"
-    assert "Typing :: Typed" in built.get_all("Classifier", [])
-    payload = built.get_payload(decode=True)
-    assert isinstance(payload, bytes)
-    assert payload.decode().strip() == (ROOT / "README.md").read_text().strip()
-
-
-@pytest.mark.parametrize(
-    ("environment", "commit"),
-    [
-        ({"GITHUB_REPOSITORY": "me/mine", "GITHUB_SHA": "a" * 40}, "a" * 40),
-        ({"WEIGHIN_REPOSITORY": "https://github.com/me/mine/"}, "HEAD"),
-    ],
-    ids=["on GitHub", "by hand"],
-)
-def test_what_pypi_shows_has_whole_addresses_also_from_an_sdist(
-    build: Build, tmp_path: Path, environment: dict[str, str], commit: str
-) -> None:
-    root = unpacked(build("sdist", **environment), tmp_path / "unpacked")
     built = metadata(build("wheel", root))  # knows of no repository but by the sdist
     assert built.get_all("Project-URL") == [
         "Source, https://github.com/me/mine",
@@ -109,6 +72,6 @@ def test_what_pypi_shows_has_whole_addresses_also_from_an_sdist(
              if (ROOT / target.partition("#")[0]).exists()}  # fmt: skip
     view = {name: "raw" if name.endswith((".svg", ".png")) else "blob" for name in files}
     assert set(ours) == {
-        f"https://github.com/me/mine/{view[name]}/{commit}/{name}" for name in files
+        f"https://github.com/me/mine/{view[name]}/{'a' * 40}/{name}" for name in files
     }
     assert not files & set(targets)

@@ -6,13 +6,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import quantised_folders
-import remote_folder
 import torch
 from click.testing import CliRunner
 from nightly import nightly
@@ -25,7 +22,6 @@ from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer
 from weighin.recommend.answer import Advice, advise, gather
-from weighin.stream.pretrained_folder import CONFIG
 from weighin.suite import registry
 from weighin.units import GIB, MIB
 
@@ -102,10 +98,10 @@ def loaded(advice: Advice, build_model: Any = None) -> torch.nn.Module:
 
 def assert_equal(model: torch.nn.Module, wanted: torch.nn.Module) -> None:
     left, right = ({**one.state_dict(), **dict(one.named_buffers())} for one in (model, wanted))
-    assert left.keys() == right.keys()
-    for name, tensor in right.items():
-        assert left[name].dtype == tensor.dtype, name
-        assert torch.equal(left[name], tensor), name
+    assert {name: tensor.dtype for name, tensor in left.items()} == {
+        name: tensor.dtype for name, tensor in right.items()
+    }
+    assert [name for name, tensor in right.items() if not torch.equal(left[name], tensor)] == []
 
 
 # -- files, with the user's own model
@@ -192,6 +188,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     _llama(1).save_pretrained(root / "base")
     _llama(2).save_pretrained(root / "base", variant="fp16")
+    _llama(3).save_pretrained(root / "other")
     torch.save(_llama(3).state_dict(), root / "other.pt")
     adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     tuned = peft.get_peft_model(_llama(1), adapter)
@@ -208,107 +205,39 @@ def _built(kind: Any, config: Any, dtype: str) -> torch.nn.Module:
     return model.eval()
 
 
-def _reference(made: Path, chosen: dict[str, str], dtype: str) -> torch.nn.Module:
-    kind = getattr(transformers, chosen.get("model_class", "LlamaForCausalLM"))
-    more = {"variant": chosen["variant"]} if "variant" in chosen else {}
-    model: torch.nn.Module = kind.from_pretrained(
-        made / "base", dtype=getattr(torch, dtype), **more
-    )
-    if "adapter" in chosen:
-        model = peft.PeftModel.from_pretrained(model, chosen["adapter"]).merge_and_unload()
-    return model
-
-
-CHOICES = [
-    dict(pair for pair in pairs if pair)
-    for pairs in product(
-        (None, ("variant", "fp16")), (None, ("model_class", "LlamaModel")), (None, ("adapter", ""))
-    )
-]
-CHOSEN = [one for one in CHOICES if not {"model_class", "adapter"} <= one.keys()]
+CHOSEN = ["", "variant", "model_class", "variant model_class", "adapter", "variant adapter",
+          "checkpoint", "checkpoint adapter"]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("choice", CHOSEN, ids=lambda one: " ".join(one) or "as saved")
-def test_the_code_for_a_folder_loads_what_was_chosen(
-    made: Path, choice: dict[str, str], dtype: str
-) -> None:
-    chosen = {key: value or str(made / "adapter") for key, value in choice.items()}
-    wanted = _reference(made, chosen, dtype)
-    words = [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
-
-    build = partial(_built, type(wanted), wanted.config, dtype)
-    tried = set()
-    for strategy, advice in advices(str(made / "base"), *words, "--dtype", dtype):
-        if "model_class" in chosen and not registry.strategy(strategy).maps_keys:
-            continue  # cannot load the names of another class, which the real prediction says
-        assert_equal(loaded(advice, build), wanted)
-        tried.add(strategy)
-    by_library = {"peft_merge"} if "adapter" in chosen else {"transformers"}
-    assert tried >= OWN | by_library
-    assert "adapter" in chosen or "model_class" in chosen or len(tried) > 10
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_adapter", [False, True])
-def test_the_code_for_a_folders_class_loads_the_weights_of_another_file(
-    made: Path, has_adapter: bool, dtype: str
-) -> None:
-    wanted: Any = _llama(3)
-    wanted.save_pretrained("other")
-    wanted = type(wanted).from_pretrained("other", dtype=getattr(torch, dtype))
-    words = ["--checkpoint", str(made / "other.pt"), "--dtype", dtype]
-    if has_adapter:
-        words += ["--adapter", str(made / "adapter")]
+@pytest.mark.parametrize("choice", CHOSEN)
+def test_the_code_for_a_folder_loads_what_was_chosen(made: Path, choice: str, dtype: str) -> None:
+    values = {
+        "variant": ["--set", "variant=fp16"], "model_class": ["--set", "model_class=LlamaModel"],
+        "adapter": ["--adapter", str(made / "adapter")],
+        "checkpoint": ["--checkpoint", str(made / "other.pt")],
+    }  # fmt: skip
+    words = [word for one in choice.split() for word in values[one]]
+    kind = transformers.LlamaModel if "class" in choice else transformers.LlamaForCausalLM
+    variant = {"variant": "fp16"} if "variant" in choice else {}
+    source = made / ("other" if "checkpoint" in choice else "base")
+    wanted = kind.from_pretrained(source, dtype=getattr(torch, dtype), **variant)
+    if "adapter" in choice:
         wanted = peft.PeftModel.from_pretrained(wanted, made / "adapter").merge_and_unload()
 
-    kind, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL)
-    build = partial(_built, kind, config, dtype)
+    by_library = {"peft_merge"} if "adapter" in choice else {"transformers"}
     tried = set()
-    for strategy, advice in advices(str(made / "base"), *words):
-        if strategy in ("transformers", "peft_merge"):
-            continue  # cannot load another file, which the real prediction says
+    for strategy, advice in advices(str(made / "base"), *words, "--dtype", dtype):
+        # What the real prediction says cannot load the names of another class, or another file.
+        if "class" in choice and not registry.strategy(strategy).maps_keys:
+            continue
+        if "checkpoint" in choice and strategy in ("transformers", "peft_merge"):
+            continue
+        build = partial(_built, type(wanted), wanted.config, dtype)
         assert_equal(loaded(advice, build), wanted)
         tried.add(strategy)
-    assert tried >= OWN
-
-
-def test_the_code_for_a_folder_with_code_of_its_own_trusts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import dynamic_module_utils
-
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    folder = remote_folder.write_folder(tmp_path / "tiny")
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tried = dict(advices(str(folder), "--trust-remote-code"))
-    for strategy in ("streaming", "transformers"):
-        assert "trust_remote_code=True" in tried[strategy].code
-        assert_equal(loaded(tried[strategy]), wanted)
-
-
-def test_the_code_for_a_revision_loads_that_revision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    entry = tmp_path / "models--Some--Model"
-    (entry / "refs").mkdir(parents=True)
-    for revision, commit, seed in (("main", "0123", 1), ("old", "4567", 5)):
-        _llama(seed).save_pretrained(entry / "snapshots" / commit)
-        (entry / "refs" / revision).write_text(commit)
-    tried = dict(advices("Some/Model", "--set", "revision=old"))
-    for strategy in ("streaming", "transformers"):
-        assert_equal(loaded(tried[strategy]), _llama(5))
-
-
-@pytest.mark.parametrize("method", ["fp8", *nightly("compressed-tensors")])
-def test_the_code_for_quantised_weights_dequantises_them(method: str, tmp_path: Path) -> None:
-    quantised_folders.write_folder(tmp_path / "quantised", method)
-    assert "quantization_config" in (tmp_path / "quantised" / CONFIG).read_text()
-    tried = {strategy: loaded(advice) for strategy, advice in advices("quantised")}
-    assert {"streaming", "transformers"} <= tried.keys()
-    assert_equal(tried["streaming"], tried["transformers"])
+    assert tried >= OWN | (set() if "checkpoint" in choice else by_library)
+    assert choice not in ("", "variant") or len(tried) > 10
 
 
 def test_the_code_for_a_gguf_file_beside_another_loads_this_file(
@@ -322,18 +251,16 @@ def test_the_code_for_a_gguf_file_beside_another_loads_this_file(
     path = layout.make(tmp_path).path
     file = path if path.is_file() else next(path.glob("*.gguf"))
     shutil.copy(file, file.with_name("another.gguf"))
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    tried = set()
-    for strategy, advice in advices(str(file)):
-        assert_equal(loaded(advice), wanted)
-        tried.add(strategy)
-    assert tried == {"streaming", "transformers"}
+    kind = transformers.AutoModelForCausalLM
+    wanted = kind.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    tried = {strategy: loaded(advice) for strategy, advice in advices(str(file))}
+    assert tried.keys() == {"streaming", "transformers"}
+    for model in tried.values():
+        assert_equal(model, wanted)
 
 
 def test_every_choice_of_recommend_is_one_of_these_tests() -> None:
-    """A new option that chooses what is loaded needs a case here."""
+    """A new option that chooses what is loaded needs a case here, or a layout of tests/checkpoints."""
     names = {one.name for one in verb.recommend.params}
     limits = {"ram", "vram", "ranks", "disk", "disk_latency", "uses", "allow", "results", "all"}
     limits |= {"json", "help"}
@@ -341,4 +268,3 @@ def test_every_choice_of_recommend_is_one_of_these_tests() -> None:
         "model", "models", "assigned", "checkpoint", "key", "adapter", "trust_remote_code", "device",
         "dtype",
     }  # fmt: skip
-    assert registry.strategies()

@@ -147,7 +147,7 @@ HEAPS = {
     "the rest of a hole joins what is freed above it":
         (USUAL, RAISED + "a:4M b:4M 1K -a 1M@0 -b 6M@1M+16"),
     "the rest of a hole in the middle is not the last chunk":
-        (USUAL, RAISED + "a:4M b:1M -a 1M@0 d:1M@5M+32 -d 3M@5M+32"),
+        (USUAL, RAISED + "a:4M b:1M -a 1M@0 d:4M@5M+32 -d 5M@5M+32"),
     "a block joins the hole below it, whoever lies above":
         (PINNED, RAISED + "a:4M b:4M -a -b 7M@0 2M@8M+32"),
     "a hole at the top joins what is freed above it":

@@ -1,18 +1,18 @@
-"""The ledger of a symbolic run: where storages lie, and the memory that operations on them touch."""
+"""The ledger of a symbolic run: where storages lie, what operations on them touch, and which files are read."""
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from weighin.predict.allocators import CachingAllocator
 from weighin.predict.dispatch import CannotFollow, Operations
 from weighin.predict.ledger import Ledger, anon_bytes
-from weighin.predict.patches import pretended
+from weighin.predict.patches import declared, pretended, safetensors_reads
 from weighin.result import Memory
 from weighin.units import KIB, MIB
 
@@ -23,10 +23,8 @@ MANY = 4 * MIB  # elements; large blocks have a mapping of their own
 @pytest.fixture
 def ledger() -> Iterator[Ledger]:
     """A ledger that follows every operation of the test, also those on a simulated GPU."""
-    with ExitStack() as followed:
-        one = Ledger(CachingAllocator(), BASELINE)
-        followed.enter_context(pretended(one))
-        followed.enter_context(Operations(one))
+    one = Ledger(CachingAllocator(), BASELINE)
+    with pretended(one), Operations(one):
         yield one
 
 
@@ -95,45 +93,48 @@ def test_results_are_on_the_device_of_the_inputs(ledger: Ledger) -> None:
     assert (result.is_cuda, other.is_cuda) == (True, False)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "locked"),
-    [(3 * MIB, 4 * MIB), (4 * MIB, 4 * MIB), (4 * MIB + 1, 8 * MIB), (65 * KIB, 128 * KIB)],
-)
-def test_page_locked_memory_is_rounded_up_to_a_power_of_two(
-    ledger: Ledger, nbytes: int, locked: int
+def test_page_locked_memory_is_rounded_up_to_a_power_of_two_and_used_again(
+    ledger: Ledger,
 ) -> None:
-    with ledger.placed("pinned"):
-        torch.empty(nbytes, dtype=torch.uint8)
-    assert ledger.pinned_bytes == ledger.tensor_bytes == locked  # also after it was freed
-
-
-def test_freed_page_locked_memory_is_used_again_for_the_same_size(ledger: Ledger) -> None:
+    before = 0
+    for nbytes, locked in {
+        3 * MIB: 4 * MIB,
+        8 * MIB: 8 * MIB,
+        8 * MIB + 1: 16 * MIB,
+        65 * KIB: 128 * KIB,
+    }.items():
+        with ledger.placed("pinned"):
+            torch.empty(nbytes, dtype=torch.uint8)
+        assert ledger.pinned_bytes - before == locked  # also after it was freed
+        before = ledger.pinned_bytes
+    assert ledger.tensor_bytes == before
     tensor = torch.zeros(3 * MIB, dtype=torch.uint8)
-    first = tensor.pin_memory()
-    second = tensor.pin_memory()
-    assert ledger.pinned_bytes == 8 * MIB
+    first, second = tensor.pin_memory(), tensor.pin_memory()
+    assert ledger.pinned_bytes - before == 4 * MIB  # one of the two had been freed
     del first
     third = tensor[: 2 * MIB + 1].pin_memory()  # also 4 MiB, as rounded
-    assert ledger.pinned_bytes == 8 * MIB
+    assert ledger.pinned_bytes - before == 4 * MIB
     fourth = tensor.pin_memory()
-    assert ledger.pinned_bytes == 12 * MIB
-    del second, third, fourth
+    assert ledger.pinned_bytes - before == 8 * MIB
+    assert {ledger.place_of(one) for one in (second, third, fourth)} == {"pinned"}
 
 
 def test_pages_of_a_mapped_file_are_files_until_they_are_written(
     ledger: Ledger, tmp_path: Path
 ) -> None:
-    (path := tmp_path / "file").write_bytes(bytes(MIB))
-    storage = ledger.map_file(str(path), MIB)
-    mapped = torch.empty(0, dtype=torch.uint8).set_(storage)
+    (path := tmp_path / "file").write_bytes(bytes([7]) * MIB)
+    mapped = torch.empty(0, dtype=torch.uint8).set_(ledger.map_file(str(path), MIB))
     assert ledger.place_of(mapped) == "file"
+    assert mapped[5].item() == 7
+    assert ledger.work["mapped_bytes"] == 4096
     ledger.read(mapped[: 512 * KIB])
     ledger.read(mapped[: 256 * KIB])  # the same pages
     assert ledger.peaks["host_file_peak_bytes"] == BASELINE.file_bytes + 512 * KIB
-    assert ledger.tensor_bytes == 0
-    assert ledger.work["mapped_bytes"] == 512 * KIB
+    assert (ledger.tensor_bytes, ledger.work["mapped_bytes"]) == (0, 512 * KIB)
+    total = mapped.float()
+    assert (ledger.tensor_bytes, ledger.work["mapped_bytes"]) == (total.nbytes, MIB)
     mapped[:4096].zero_()  # private: its pages are copied
-    assert ledger.tensor_bytes == 4096
+    assert ledger.tensor_bytes == total.nbytes + 4096
 
 
 def test_places_are_nested_and_come_back(ledger: Ledger) -> None:
@@ -146,14 +147,6 @@ def test_places_are_nested_and_come_back(ledger: Ledger) -> None:
         "cuda", "host", "host",
     ]  # fmt: skip
     assert ledger.place_of(torch.empty(MANY, device="meta")) == "meta"
-
-
-def test_a_small_tensor_has_its_values_and_is_no_tensor_memory(ledger: Ledger) -> None:
-    small = torch.ones(64 * KIB, dtype=torch.uint8)
-    assert int(small.sum()) == 64 * KIB
-    large = torch.ones(64 * KIB + 1, dtype=torch.uint8)
-    with pytest.raises(CannotFollow, match="uses values of tensors"):
-        int(large.sum())
 
 
 def test_a_phase_has_the_peaks_within_it(ledger: Ledger) -> None:
@@ -213,7 +206,14 @@ def test_a_factory_makes_the_same_tensor_small_and_large(
     assert ledger.tensor_bytes == large.nbytes > 64 * KIB
 
 
-def test_a_factory_without_a_dtype_has_the_usual_one(ledger: Ledger) -> None:
+def test_values_of_small_tensors_are_those_of_a_real_load(ledger: Ledger) -> None:
+    assert torch.eye(2).tolist() == [[1, 0], [0, 1]]
+    assert (torch.full((3,), 2) * 2 + 1).tolist() == [5, 5, 5]
+    small = torch.zeros(4)
+    small.copy_(torch.arange(4))
+    assert small.add_(1).tolist() == [1, 2, 3, 4]
+    assert int(torch.ones(64 * KIB, dtype=torch.uint8).sum()) == 64 * KIB
+    assert ledger.tensor_bytes == 0
     torch.set_default_dtype(torch.float64)
     try:
         assert torch.zeros(MANY).dtype == torch.float64
@@ -221,21 +221,20 @@ def test_a_factory_without_a_dtype_has_the_usual_one(ledger: Ledger) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_values_of_small_tensors_are_those_of_a_real_load(ledger: Ledger) -> None:
-    assert torch.eye(2).tolist() == [[1, 0], [0, 1]]
-    assert (torch.full((3,), 2) * 2 + 1).tolist() == [5, 5, 5]
-    small = torch.zeros(4)
-    small.copy_(torch.arange(4))
-    assert small.add_(1).tolist() == [1, 2, 3, 4]
-
-
-def test_a_large_result_of_small_tensors_has_no_values(ledger: Ledger) -> None:
-    rows, columns = torch.ones(300, 1), torch.ones(1, 300)
-    product = rows * columns
-    assert product.shape == (300, 300)
-    assert ledger.tensor_bytes == pytest.approx(product.nbytes, abs=8 * KIB)
-    with pytest.raises(CannotFollow):
-        product.sum().item()
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda: int(torch.ones(64 * KIB + 1, dtype=torch.uint8).sum()), "uses values of tensors"),
+        (lambda: (torch.ones(300, 1) * torch.ones(1, 300)).sum().item(), "uses values of tensors"),
+        (lambda: torch.zeros(MANY).nonzero(), "nonzero"),
+    ],
+    ids=["a large tensor", "a large result of small ones", "a shape that needs values"],
+)
+def test_values_of_large_tensors_are_not_followed(
+    ledger: Ledger, use: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(CannotFollow, match=words):
+        use()
 
 
 @pytest.mark.parametrize(
@@ -272,9 +271,9 @@ def test_views_share_the_memory_of_their_tensor(ledger: Ledger) -> None:
     views = [one[0], one.T, one.view(-1), one.detach(), one.unsqueeze(0), one.expand(2, 2, MANY)]
     views += [*one.split(1), *one.unbind()]
     assert ledger.tensor_bytes == before
-    assert all(
-        view.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for view in views
-    )
+    assert {view.untyped_storage().data_ptr() for view in views} == {
+        one.untyped_storage().data_ptr()
+    }
 
 
 def test_several_results_and_results_in_given_tensors(ledger: Ledger) -> None:
@@ -308,21 +307,6 @@ def test_empty_pinned_tensors_are_page_locked_and_count_once(ledger: Ledger) -> 
     assert anon_bytes() - own < MIB
 
 
-def test_an_operation_that_needs_values_for_its_shape_is_not_followed(ledger: Ledger) -> None:
-    with pytest.raises(CannotFollow, match="nonzero"):
-        torch.zeros(MANY).nonzero()
-
-
-def test_values_of_a_mapped_file_can_be_read(ledger: Ledger, tmp_path: Path) -> None:
-    (path := tmp_path / "file").write_bytes(bytes([7]) * MIB)
-    mapped = torch.empty(0, dtype=torch.uint8).set_(ledger.map_file(str(path), MIB))
-    assert mapped[5].item() == 7
-    assert ledger.work["mapped_bytes"] == 4096
-    total = mapped.float()
-    assert ledger.work["mapped_bytes"] == MIB
-    assert ledger.tensor_bytes == total.nbytes
-
-
 # -- the simulated GPU
 
 
@@ -335,25 +319,17 @@ def test_tensors_move_to_the_gpu_and_back(ledger: Ledger) -> None:
         del moved
     on_gpu = one.cuda()
     assert cuda_bytes(ledger) == 4 * MANY
-    assert on_gpu.cuda() is on_gpu
     back = on_gpu.cpu()
     assert (back.is_cpu, back.is_cuda, back.get_device()) == (True, False, -1)
     assert ledger.tensor_bytes == 8 * MANY
-    assert one.cpu() is one
-    assert on_gpu.to(torch.float16).is_cuda
-    assert cuda_bytes(ledger) == 4 * MANY
-
-
-def test_a_move_may_convert_and_a_copy_is_made_if_asked_for(ledger: Ledger) -> None:
-    one = torch.zeros(MANY)
     half = one.to("cuda", torch.float16)
-    assert (half.dtype, half.is_cuda, cuda_bytes(ledger)) == (torch.float16, True, 2 * MANY)
-    like = one.to(half)
-    assert (like.dtype, like.is_cuda) == (torch.float16, True)
-    same, copied = half.to(half), half.to("cuda", copy=True)
-    assert same is half and copied is not half
-    assert copied.is_cuda
-    assert cuda_bytes(ledger) == 6 * MANY
+    assert (half.dtype, half.is_cuda, cuda_bytes(ledger)) == (torch.float16, True, 6 * MANY)
+    like, copied = one.to(half), half.to("cuda", copy=True)
+    assert (like.dtype, like.is_cuda, copied.is_cuda) == (torch.float16, True, True)
+    assert cuda_bytes(ledger) == 10 * MANY
+    assert [on_gpu.cuda() is on_gpu, one.cpu() is one, half.to(half) is half] == [True] * 3
+    assert copied is not half
+    assert on_gpu.to(torch.float16).is_cuda
     assert one.to("meta").is_meta
     assert one.double().dtype == one.to(torch.float64).dtype == torch.float64
 
@@ -370,22 +346,22 @@ def test_a_block_of_a_device_places_what_is_made_in_it(ledger: Ledger) -> None:
     assert torch.empty_like(inside, device="cpu").is_cpu
 
 
-def test_only_one_gpu_is_simulated(ledger: Ledger) -> None:
-    one = torch.zeros(3)
-    uses: list[Callable[[], torch.Tensor]] = [
-        lambda: torch.zeros(3, device="cuda:1"),
-        lambda: one.to("cuda:1"),
-        lambda: one.to(1),
-        lambda: one.cuda(1),
-        lambda: one.cuda(device="cuda:1"),
-    ]
-    for use in uses:
-        with pytest.raises(
-            CannotFollow, match="the code uses cuda:1, but a prediction simulates only one GPU"
-        ):
-            use()
-    assert torch.zeros(3, device="cuda:0").is_cuda
-    assert torch.zeros(3, device=0).is_cuda
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda one: torch.zeros(3, device="cuda:1"),
+        lambda one: one.to("cuda:1"),
+        lambda one: one.to(1),
+        lambda one: one.cuda(1),
+        lambda one: one.cuda(device="cuda:1"),
+    ],
+    ids=["made there", "to a name", "to a number", "cuda of a number", "cuda of a name"],
+)
+def test_only_one_gpu_is_simulated(ledger: Ledger, use: Any) -> None:
+    words = "the code uses cuda:1, but a prediction simulates only one GPU"
+    with pytest.raises(CannotFollow, match=words):
+        use(torch.zeros(3))
+    assert torch.zeros(3, device="cuda:0").is_cuda and torch.zeros(3, device=0).is_cuda
 
 
 def test_the_module_of_the_gpu_answers_as_a_machine_with_one(ledger: Ledger) -> None:
@@ -424,15 +400,12 @@ def test_peaks_begin_again_at_the_sums_of_now(ledger: Ledger) -> None:
     high = ledger.peaks["host_anon_peak_bytes"]
     del del_me
     ledger.restart_peaks()
-    assert ledger.peaks["tensor_peak_bytes"] == kept.nbytes
-    assert high - ledger.peaks["host_anon_peak_bytes"] == pytest.approx(8 * MANY, abs=MIB)
-    assert ledger.peaks["host_anon_least_bytes"] == pytest.approx(
-        ledger.peaks["host_anon_peak_bytes"], abs=MIB
-    )
-    assert ledger.peaks["host_anon_most_bytes"] == pytest.approx(
-        ledger.peaks["host_anon_peak_bytes"], abs=MIB
-    )
-    assert ledger.peaks["host_file_peak_bytes"] == BASELINE.file_bytes
+    peaks = ledger.peaks
+    assert peaks["tensor_peak_bytes"] == kept.nbytes
+    assert high - peaks["host_anon_peak_bytes"] == pytest.approx(8 * MANY, abs=MIB)
+    for other in ("host_anon_least_bytes", "host_anon_most_bytes"):
+        assert peaks[other] == pytest.approx(peaks["host_anon_peak_bytes"], abs=MIB)
+    assert peaks["host_file_peak_bytes"] == BASELINE.file_bytes
 
 
 def test_adopted_memory_is_the_loads(ledger: Ledger) -> None:
@@ -473,3 +446,110 @@ def test_only_the_written_part_of_a_strided_tensor_counts(ledger: Ledger) -> Non
     assert ledger.tensor_bytes == 2 * MANY
     one[0, 5:6].fill_(1)
     assert ledger.tensor_bytes == 2 * MANY + 4096
+
+
+# -- files that are read without an operation of torch
+
+LARGE = {"a": torch.ones(MIB, dtype=torch.int32), "b": torch.ones(2 * MIB, dtype=torch.float16)}
+SIZE = 8 * MIB
+
+
+@pytest.fixture
+def reads() -> Iterator[Ledger]:
+    """A ledger without a GPU that follows every operation of the test, and every patched read."""
+    one = Ledger(None, BASELINE)
+    with declared(one), Operations(one):
+        yield one
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same tensors in files of each kind."""
+    folder = tmp_path_factory.mktemp("files")
+    found = {name: folder / name for name in ("zip.pt", "legacy.pt", "model.safetensors")}
+    torch.save(LARGE, found["zip.pt"])
+    torch.save(LARGE, found["legacy.pt"], _use_new_zipfile_serialization=False)
+    safetensors.torch.save_file(LARGE, found["model.safetensors"])
+    return found
+
+
+def forms(state: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(("name", "archives"), [("zip.pt", 1), ("legacy.pt", 0)])
+def test_a_file_of_torch_is_read_into_memory(
+    reads: Ledger, files: dict[str, Path], name: str, archives: int
+) -> None:
+    state = torch.load(files[name])
+    assert forms(state) == forms(LARGE)
+    assert {reads.place_of(tensor) for tensor in state.values()} == {"host"}
+    assert reads.tensor_bytes == pytest.approx(SIZE, abs=4 * 4096)  # whole pages
+    assert (reads.work["read_bytes"], reads.work["archives"]) == (SIZE, archives)
+    with pytest.raises(CannotFollow):  # no byte was read
+        state["a"].sum().item()
+
+
+def test_a_file_of_torch_can_be_mapped(reads: Ledger, files: dict[str, Path]) -> None:
+    state = torch.load(files["zip.pt"], mmap=True)
+    assert {reads.place_of(tensor) for tensor in state.values()} == {"file"}
+    assert (reads.tensor_bytes, reads.work["read_bytes"]) == (0, 0)
+    for tensor in state.values():
+        reads.read(tensor)
+    assert reads.work["mapped_bytes"] == pytest.approx(SIZE, abs=4 * 4096)
+
+
+def test_safetensors_that_are_read_by_the_library_are_copies(
+    reads: Ledger, files: dict[str, Path]
+) -> None:
+    names: dict[str, Any] = {"load_file": safetensors.torch.load_file, "unhashable": []}
+    with safetensors_reads(reads, names):  # the global names of a strategy
+        state = names["load_file"](str(files["model.safetensors"]), backend="pread")
+    assert forms(state) == forms(LARGE)
+    assert (reads.tensor_bytes, reads.work["read_bytes"]) == (SIZE, SIZE)
+    assert names["load_file"] is safetensors.torch.load_file
+
+
+def test_the_bytes_of_a_safetensors_file_are_held_beside_its_tensors(
+    reads: Ledger, files: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "words.txt").write_text("as it is")
+    length = files["model.safetensors"].stat().st_size
+    names: dict[str, Any] = {"load": safetensors.torch.load}
+    with safetensors_reads(reads, names):
+        assert (tmp_path / "words.txt").read_bytes() == b"as it is"
+        content: Any = files["model.safetensors"].read_bytes()
+        assert reads.work["read_bytes"] == length
+        state = names["load"](content)
+    assert forms(state) == forms(LARGE)
+    assert reads.work["read_bytes"] == length
+    assert reads.tensor_bytes == pytest.approx(length + SIZE, abs=4096)
+    del content
+    assert reads.tensor_bytes == SIZE
+    assert files["model.safetensors"].read_bytes()[8:9] == b"{"
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "follows"),
+    [(0, 0.25, True), (0, 0.251, False), (1, 0.125, True), (1, 0.126, False), (-1, 0.126, False)],
+)
+def test_drawn_values_need_no_look_if_none_is_out_of_bounds(
+    monkeypatch: pytest.MonkeyPatch, mean: float, std: float, follows: bool
+) -> None:
+    def looks(*_: object, **__: object) -> None:
+        raise CannotFollow("it uses values")
+
+    monkeypatch.setattr(torch.nn.init, "_no_grad_trunc_normal_", looks)
+    tensor = torch.empty(4)
+    with declared(Ledger(None, BASELINE)):
+        if follows:
+            assert torch.nn.init.trunc_normal_(tensor, mean, std) is tensor
+        else:
+            with pytest.raises(CannotFollow):
+                torch.nn.init.trunc_normal_(tensor, mean, std)
+
+
+def test_drawn_values_that_torch_need_not_look_at_are_torchs(reads: Ledger) -> None:
+    small = torch.nn.init.trunc_normal_(torch.empty(8), 0.0, 1.0, -0.5, 0.5)
+    assert small.shape == (8,)
+    assert float(small.abs().max()) <= 0.5

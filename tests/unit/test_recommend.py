@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from snapshots import Compare
+from typed_here import typed
 
 from weighin.cell import Cell, ModelSpec
-from weighin.cli.app import app
 from weighin.errors import ConfigError
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer
@@ -61,49 +61,61 @@ def prediction(name: str, copies: float, *, mapped: bool = False) -> Prediction:
 
 
 def judged(
-    name: str = "load_assign",
-    copies: float = 1.0,
-    ram: int | None = 8 * GIB,
-    evidence: Evidence | None = None,
-    *,
-    mapped: bool = False,
+    one: Prediction, ram: int | None = 8 * GIB, evidence: Evidence | None = None, **limits: int
 ) -> Candidate:
-    found = prediction(name, copies, mapped=mapped)
-    return assess(info(name), found, evidence, predicted_ready_s(found, SPEEDS), Limits(ram), "pt")
+    seconds = predicted_ready_s(one, SPEEDS)
+    return assess(info("x"), one, evidence, seconds, Limits(ram, **limits), "pt")
 
 
-@pytest.mark.parametrize(
-    ("copies", "mapped", "ram", "verdict", "why"),
-    [
-        (1.0, False, 8 * GIB, FitVerdict.FITS, "keeps one copy: 4.2 GiB"),
-        (2.0, False, 8 * GIB, FitVerdict.CLOSE, "keeps two copies: 8.2 GiB"),
-        (2.0, False, 7 * GIB, FitVerdict.TOO_LARGE, "keeps two copies: 8.2 GiB"),
-        (1.5, False, 8 * GIB, FitVerdict.FITS, "keeps 1.5 times the model: 6.2 GiB"),
-        (0.0, True, 8 * GIB, FitVerdict.FITS, "keeps 166.0 MiB and mapped pages of the file"),
-        (
-            0.0, True, 2 * GIB, FitVerdict.THRASHES,
-            "its 4.0 GiB of file pages do not fit: each forward pass reads them again",
-        ),
-        (2.0, False, None, FitVerdict.FITS, "keeps two copies: 8.2 GiB"),
-    ],
+def lived(anon_gib: float, **changes: Any) -> Evidence:
+    return Evidence(anon_bytes=round(anon_gib * GIB), ready_s={None: [5.0]}, **changes)
+
+
+HELD = prediction("x", 0.1, mapped=True)
+READ_AHEAD = replace(HELD, floor_bytes=(HELD.floor_bytes or 0) + 32 * MIB)
+TINY = replace(
+    prediction("x", 0.0), model_bytes=20 * MIB, host_anon_peak_bytes=240 * MIB,
+    tensor_peak_bytes=20 * MIB, floor_bytes=256 * MIB,
 )  # fmt: skip
-def test_a_prediction_is_judged(
-    copies: float, mapped: bool, ram: int | None, verdict: FitVerdict, why: str
-) -> None:
-    found = judged("x", copies, ram, mapped=mapped)
-    assert (found.verdict, found.why) == (verdict, why)
-    assert found.memory_from == found.time_from == "predicted"
+JUDGED = {
+    "one copy": judged(prediction("x", 1.0)),
+    "two copies, as large as the limit": judged(prediction("x", 2.0)),
+    "two copies, larger than the limit": judged(prediction("x", 2.0), 7 * GIB),
+    "two copies without a limit": judged(prediction("x", 2.0), None),
+    "a copy and a half": judged(prediction("x", 1.5)),
+    "mapped": judged(prediction("x", 0.0, mapped=True)),
+    "mapped below its size": judged(prediction("x", 0.0, mapped=True), 2 * GIB),
+    "what an import takes is no copy of a tiny model": judged(TINY, GIB),
+    "a GPU that is too small": judged(replace(HELD, cuda_reserved_bytes=2 * GIB), None, vram_bytes=GIB),
+    "it lived under this limit: its median time": judged(
+        prediction("x", 2.0), 7 * GIB,
+        Evidence(ok_limits=[7 * GIB], anon_bytes=3 * GIB, ready_s={7 * GIB: [2.0, 9.0, 3.0]}),
+    ),
+    "it died under a higher limit": judged(
+        prediction("x", 1.0), 6 * GIB, Evidence(killed_limits=[7 * GIB])
+    ),
+    "it died under a lower limit": judged(
+        prediction("x", 1.0), 8 * GIB, Evidence(killed_limits=[7 * GIB])
+    ),
+    "measured more than predicted": judged(prediction("x", 1.0), 5 * GIB, lived(6.0)),
+    "the same without the measurement": judged(prediction("x", 1.0), 5 * GIB),
+    "a measured need has the room that a predicted one has": judged(
+        READ_AHEAD, 8 * GIB, lived((HELD.host_anon_peak_bytes or 0) / GIB, ok_limits=[None])
+    ),
+    "a measured need of what cannot be predicted": judged(
+        replace(READ_AHEAD, cannot="odd", host_anon_peak_bytes=None, floor_bytes=None),
+        8 * GIB, lived((HELD.host_anon_peak_bytes or 0) / GIB, ok_limits=[None]),
+    ),
+}  # fmt: skip
 
 
-def test_what_was_tried_is_believed_before_any_prediction() -> None:
-    times: dict[int | None, list[float]] = {7 * GIB: [2.0, 9.0, 3.0]}
-    lived = Evidence(ok_limits=[7 * GIB], anon_bytes=3 * GIB, ready_s=times)
-    found = judged(copies=2.0, ram=7 * GIB, evidence=lived)
-    assert (found.verdict, found.why) == (FitVerdict.FITS, "keeps 0.7 times the model: 3.0 GiB")
-    assert (found.memory_from, found.time_from, found.ready_s) == ("measured", "measured", 3.0)
-    died = Evidence(killed_limits=[7 * GIB])
-    assert judged(copies=1.0, ram=6 * GIB, evidence=died).verdict is FitVerdict.TOO_LARGE
-    assert judged(copies=1.0, ram=8 * GIB, evidence=died).verdict is FitVerdict.FITS
+def test_predictions_and_measurements_are_judged(same: Compare) -> None:
+    lines = [
+        f"{name}\n    {one.verdict}: {one.why}\n    memory {one.memory_from}: {one.need_bytes},"
+        f" time {one.time_from}: {one.ready_s}\n"
+        for name, one in JUDGED.items()
+    ]
+    same("assessed.txt", "".join(lines))
 
 
 @pytest.mark.parametrize(
@@ -126,25 +138,8 @@ def test_what_dies_in_some_processes_only_is_neither_refused_nor_named(
         host_anon_most_bytes=6 * GIB + 200 * MIB,
         floor_bytes=6 * GIB + 216 * MIB,
     )
-    found = Evidence(anon_bytes=round(measured * GIB)) if measured else None
-    assert assess(info("x"), unsteady, found, None, Limits(ram), "pt").verdict is verdict
-
-
-def test_a_measured_need_has_the_room_that_a_predicted_one_has() -> None:
-    held = prediction("x", 0.1, mapped=True)
-    read_ahead = replace(held, floor_bytes=(held.floor_bytes or 0) + 32 * MIB)
-    lived = Evidence([None], [], held.host_anon_peak_bytes, None, {None: [5.0]})
-    found = assess(info("x"), read_ahead, lived, None, Limits(8 * GIB), "pt")
-    assert (found.need_bytes, found.memory_from) == (read_ahead.floor_bytes, "measured")
-    unknown = replace(read_ahead, cannot="odd", host_anon_peak_bytes=None, floor_bytes=None)
-    found = assess(info("x"), unknown, lived, None, Limits(8 * GIB), "pt")
-    assert found.need_bytes == held.floor_bytes
-
-
-def test_a_gpu_that_is_too_small_refuses() -> None:
-    big = replace(prediction("x", 0.1), cuda_reserved_bytes=2 * GIB)
-    found = assess(info("x"), big, None, 1.0, Limits(None, GIB), "pt")
-    assert (found.verdict, found.why) == (FitVerdict.TOO_LARGE, "needs 2.0 GiB of GPU memory")
+    found = lived(measured) if measured else None
+    assert judged(unsteady, ram, found).verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -164,47 +159,40 @@ def test_the_time_is_that_of_all_that_a_load_does(work: Work, seconds: float) ->
     assert predicted_ready_s(one, SPEEDS) == pytest.approx(seconds + 0.5)  # read once at last
 
 
-def timed(strategy: str, ready_s: float, noise_s: float | None = None, **more: Any) -> Candidate:
-    """A measured candidate; a predicted one with ``time_from="predicted"``."""
-    one = replace(judged(strategy), ready_s=ready_s, noise_s=noise_s, time_from="measured")
-    return replace(one, **more)
+def timed(
+    strategy: str, ready_s: float | None, noise_s: float | None = None, **more: Any
+) -> Candidate:
+    """A candidate whose time is measured, if it is not said to be predicted."""
+    one = replace(judged(prediction(strategy, 1.0)), strategy=strategy, ready_s=ready_s)
+    return replace(one, noise_s=noise_s, **({"time_from": "measured"} | more))
 
 
-def names(candidates: list[Candidate]) -> list[str]:
-    return [one.strategy for one in ranked(candidates)]
+PREDICTED: dict[str, Any] = {"time_from": "predicted"}
+AGAIN: dict[str, Any] = {"verdict": FitVerdict.THRASHES, "need_bytes": GIB}
+OURS: dict[str, Any] = {"asks": ("weighin",)}
+ORDERS: dict[str, tuple[list[Candidate], str]] = {
+    "who asks for less comes first among what the repeats do not tell apart": ([
+        timed("far", 9.7), timed("fastest", 9.0, 0.5, **OURS),
+        timed("hungry", 9.4, need_bytes=5 * GIB), timed("best", 9.5, need_bytes=4 * GIB),
+    ], "best hungry fastest far"),
+    "a prediction comes first where it takes less than half of what was measured": ([
+        timed("baseline", 18.0), timed("streaming", 3.4, **PREDICTED, **OURS),
+        timed("load_assign", 10.0, **PREDICTED),
+    ], "streaming baseline load_assign"),
+    "predictions alone are ordered by time, and by what they ask where that is the same": ([
+        timed("load_assign", 2.6, **PREDICTED), timed("mmap_assign", 2.1, **PREDICTED),
+        timed("mapped", 2.0, asks=("saved as safetensors", "safetensors"), **PREDICTED),
+        timed("streaming", 2.5, **PREDICTED, **OURS), timed("unknown", None, time_from=""),
+    ], "mmap_assign streaming load_assign mapped unknown"),
+    "among what reads again and again no time decides": ([
+        timed("elsewhere", 3.0, asks=("saved as per_param",), **AGAIN), timed("here", 60.0, **AGAIN),
+    ], "here elsewhere"),
+}  # fmt: skip
 
 
-def test_who_asks_for_less_comes_first_among_what_the_repeats_do_not_tell_apart() -> None:
-    order = names([
-        timed("far", 9.7),
-        timed("fastest", 9.0, 0.5, asks=("weighin",)),
-        timed("hungry", 9.4, need_bytes=5 * GIB),
-        timed("best", 9.5, need_bytes=4 * GIB),
-    ])  # fmt: skip
-    assert order == ["best", "hungry", "fastest", "far"]
-
-
-def test_a_prediction_comes_first_where_it_takes_less_than_half_of_what_was_measured() -> None:
-    order = names([
-        timed("baseline", 18.0),
-        timed("streaming", 3.4, time_from="predicted", asks=("weighin",)),
-        timed("load_assign", 10.0, time_from="predicted"),
-    ])  # fmt: skip
-    assert order == ["streaming", "baseline", "load_assign"]
-
-
-def test_predictions_alone_are_ordered_by_time_and_what_they_ask_where_that_is_the_same() -> None:
-    predicted: dict[str, Any] = {"time_from": "predicted"}
-    order = names([
-        timed("load_assign", 2.6, **predicted),
-        timed("mmap_assign", 2.1, **predicted),
-        timed("safetensors_mmap", 2.0, asks=("saved as safetensors", "safetensors"), **predicted),
-        timed("streaming", 2.5, asks=("weighin",), **predicted),
-        replace(timed("nobody knows", 0.0), ready_s=None, time_from=""),
-    ])  # fmt: skip
-    assert order == [
-        "mmap_assign", "streaming", "load_assign", "safetensors_mmap", "nobody knows",
-    ]  # fmt: skip
+@pytest.mark.parametrize(("candidates", "order"), ORDERS.values(), ids=ORDERS)
+def test_the_order_of_candidates(candidates: list[Candidate], order: str) -> None:
+    assert [one.strategy for one in ranked(candidates)] == order.split()
 
 
 def test_direct_reads_of_several_ranks_hinder_each_other() -> None:
@@ -213,43 +201,16 @@ def test_direct_reads_of_several_ranks_hinder_each_other() -> None:
     assert predicted_ready_s(two, SPEEDS) - predicted_ready_s(one, SPEEDS) == pytest.approx(4.0)
 
 
-def test_what_an_import_takes_is_no_copy_of_a_tiny_model() -> None:
-    tiny = replace(
-        prediction("x", 0.0),
-        model_bytes=20 * MIB,
-        host_anon_peak_bytes=240 * MIB,
-        tensor_peak_bytes=20 * MIB,
-        floor_bytes=256 * MIB,
-    )
-    found = assess(info("x"), tiny, None, 1.0, Limits(GIB), "pt")
-    assert found.why == "keeps one copy: 256.0 MiB"
-
-
 @pytest.mark.parametrize("apart", [-40 * MIB, 40 * MIB])
 def test_a_measurement_that_agrees_moves_no_verdict(apart: int) -> None:
     predicted = prediction("x", 1.0)
     floor = predicted.floor_bytes or 0
-    lived = Evidence([None], [], floor - 16 * MIB + apart, None, {None: [5.0]})
+    agrees = Evidence([None], [], floor - 16 * MIB + apart, None, {None: [5.0]})
     for limit in range(floor - 256 * MIB, floor + 256 * MIB, 8 * MIB):
-        before, after = judged(ram=limit), judged(ram=limit, evidence=lived)
+        before, after = judged(predicted, limit), judged(predicted, limit, agrees)
         assert before.verdict is after.verdict
     assert (before.need_bytes, after.need_bytes) == (floor, floor + apart)
     assert (before.memory_from, after.memory_from) == ("predicted", "measured")
-
-
-def test_a_measurement_that_refutes_the_prediction_counts() -> None:
-    lived = Evidence([None], [], 6 * GIB, None, {None: [5.0]})
-    assert judged(ram=5 * GIB).verdict is FitVerdict.FITS
-    assert judged(ram=5 * GIB, evidence=lived).verdict is FitVerdict.TOO_LARGE
-
-
-def test_among_what_reads_again_and_again_no_time_decides() -> None:
-    again = replace(judged("x", copies=0.0, ram=2 * GIB, mapped=True), need_bytes=GIB)
-    order = ranked([
-        replace(again, strategy="elsewhere", ready_s=3.0, asks=("saved as per_param",)),
-        replace(again, strategy="measured here", ready_s=60.0),
-    ])  # fmt: skip
-    assert [one.strategy for one in order] == ["measured here", "elsewhere"]
 
 
 def test_measured_loads_say_how_slow_the_machine_is() -> None:
@@ -270,5 +231,6 @@ def test_the_name_of_a_strategy_is_no_markup_of_the_spinner(
         raise ConfigError("reported")
 
     monkeypatch.setattr(answer, "gather", gather)
-    result = CliRunner().invoke(app, ["recommend", "gpt2-tiny"])
-    assert str(result.exception) == "reported"
+    code, text = typed("recommend", "gpt2-tiny")
+    assert code == 2
+    assert text.endswith("reported")

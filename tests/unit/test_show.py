@@ -19,6 +19,7 @@ from factories import (
     make_skipped,
     mixed_run,
     notebook_run,
+    run_of,
     write_samples,
 )
 from rich.console import Console
@@ -48,12 +49,6 @@ def shown(found: Measured, width: int = 100) -> str:
     return captured.get()
 
 
-def recorded(folder: Path, *some: Result) -> Path:
-    for one in some:
-        run_folder.append(folder, one)
-    return folder
-
-
 def test_each_series_is_summarised_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: Counter[str] = Counter()
     usual = series._summary
@@ -80,40 +75,18 @@ def test_a_terminal_has_the_answer_last_and_fits(width: int) -> None:
     assert "Exact" not in text
 
 
-def test_the_answer_of_a_run_under_one_limit() -> None:
-    assert answer(Measured(notebook_run()))[0].startswith(
-        "With 8 GiB of RAM, 3 of 6 strategies load gpt2-xl: mmap_assign, per_param and streaming."
-        " The fastest is "
-    )
-    assert answer(Measured([])) == ["No cells were measured."]
-    assert answer(Measured([make_skipped()])) == ["With 8 GiB of RAM, nothing was run."]
-
-
-def test_thrashing_is_said() -> None:
-    texts = answer(Measured(a_sweep()))
-    assert texts[-1].endswith("Thrashing (the same pages are read again and again): mmap_assign.")
-    assert texts[1].startswith("With 16 GiB of RAM, all 3 strategies load")
-
-
 def test_a_label_has_the_format_only_where_a_strategy_has_several() -> None:
     cells = [make_cell("a"), make_cell("a", format="dcp"), make_cell("b", format="dcp")]
     text = write.report_md(Measured([make_result(cell) for cell in cells]))
     assert re.findall(r"^\| (\w[\w ]*?) \| ok", text, re.M) == ["a pt", "a dcp", "b"]
 
 
-def test_every_outcome_has_its_reason() -> None:
-    text = write.report_md(Measured(mixed_run()))
-    for one in mixed_run():
-        if one.outcome is not Outcome.OK:
-            assert f"{one.cell.strategy}: {one.outcome}".replace("_", r"\_") in text or (
-                f"{one.cell.strategy}: {one.outcome}" in text
-            )
-
-
 @pytest.mark.parametrize("results", [[], [make_skipped()], mixed_run(), a_sweep(), notebook_run()])
 def test_any_run_has_a_report_in_every_form(results: list[Result], tmp_path: Path) -> None:
     measured = Measured(results, folder=tmp_path)
     assert shown(measured)
+    assert answer(Measured([])) == ["No cells were measured."]
+    assert answer(Measured([make_skipped()])) == ["With 8 GiB of RAM, nothing was run."]
     files = write.write(measured, ["md", "html", "csv", "bmf", "gha"])
     assert all(path.stat().st_size for path in files)
 
@@ -127,15 +100,6 @@ def test_a_strangers_texts_are_no_markup(tmp_path: Path) -> None:
     assert "\x1b" not in html + write.report_md(measured) + shown(measured)
     assert "<script>" not in write.report_md(measured)
     assert "\n=" not in write.summary_csv(measured)
-
-
-def test_a_samples_path_that_leads_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
-    other = make_result(make_cell("x"))
-    write_samples(tmp_path / "other", other)
-    (tmp_path / "run").mkdir()
-    result = replace(other, samples_path=f"../other/{other.samples_path}")
-    assert run_folder.read_samples(tmp_path / "other", other.samples_path)
-    assert not run_folder.read_samples(tmp_path / "run", result.samples_path)
 
 
 def test_the_page_needs_no_network_and_runs_only_its_own_script(tmp_path: Path) -> None:
@@ -172,28 +136,18 @@ def test_the_tip_of_a_bar_has_each_size_with_its_range() -> None:
         assert said in text
 
 
-def test_the_pictures_of_a_run_and_their_tips(tmp_path: Path) -> None:
-    sweep = Measured(a_sweep())
-    assert [*pictures(sweep)] == ["peaks", "time-over-peak"]
-    measured = Measured(notebook_run(), folder=tmp_path)
-    assert [*pictures(measured)] == ["peaks", "time-over-peak"]
-    for one in measured.results:
-        write_samples(tmp_path, one)
-    (figure,) = draw_timelines(measured)
-    assert "<title>build: from 0.00 s to" in svg(figure)
-    assert 'data-tip="build: from 0.00 s to' in svg(figure, "timeline")
-
-
 def test_a_run_of_many_series_has_several_pictures_of_time(tmp_path: Path) -> None:
     many = [make_result(make_cell(f"s{number}")) for number in range(30)]
     measured = Measured(many, folder=tmp_path)
     assert len(list(draw_timelines(measured, 5))) == 3
     (first,) = draw_timelines(measured)
     assert any("18 more panels are not drawn" in text.get_text() for text in first.texts)
+    assert [*pictures(measured)] == ["peaks", "time-over-peak"]
 
 
 def test_a_notebook_gets_the_columns_of_the_summary(tmp_path: Path) -> None:
-    recorded(tmp_path, *notebook_run())
+    run_of(tmp_path, *notebook_run())
+    assert results(tmp_path, samples=True).empty
     table = results(tmp_path)
     heads = write.summary_csv(Measured.of(tmp_path, run_folder.read(tmp_path))).splitlines()[0]
     assert ",".join(table.columns) == heads
@@ -212,7 +166,7 @@ def of_run(folder: Path, day: int, size: int, **settings: Any) -> None:
         started_at=f"2026-11-{day:02}T00:00:00+00:00",
         environment=ENVIRONMENT | settings,
     )
-    recorded(folder / f"run{day:02}", result)
+    run_of(folder / f"run{day:02}", result)
 
 
 def test_a_metric_over_time_tells_its_steps(tmp_path: Path) -> None:
@@ -236,10 +190,3 @@ def test_a_sampled_metric_must_stay_off_its_level(tmp_path: Path) -> None:
         of_run(tmp_path, day, size)
     (series,) = history(tmp_path, "anon").json["series"]
     assert [step["run"] for step in series["steps"]] == ["run04"]
-
-
-def test_a_run_without_samples_has_their_columns(tmp_path: Path) -> None:
-    run_folder.append(tmp_path, make_result(samples_path=None))
-    table = results(tmp_path, samples=True)
-    assert table.empty
-    assert {"series", "repeat", "t_ns", "anon_bytes"} <= {*table.columns}

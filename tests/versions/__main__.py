@@ -27,8 +27,8 @@ PAIRS: Final = "oldest:3.11 newest:3.13"
 TESTED: Final = (
     "torch_files", "blocks", "skeleton", "cache", "checkpoint_files", "checksum", "contract", "convert",
     "converting_views", "deferred", "dtypes", "hostile_files", "hostile_matrix", "inspect",
-    "formats", "generate", "measure", "models", "predict", "predict_allocator",
-    "predict_heap", "predict_tables", "registry", "safetensors_layout", "saving", "snippet",
+    "formats", "generate", "measure", "models", "predict", "predict_allocators",
+    "predict_figures", "registry", "safetensors_layout", "saving", "snippet",
     "strategy_options", "load_streaming", "streaming_reads", "selection", "synthesised", "loaders",
     "verify",
 )  # fmt: skip
