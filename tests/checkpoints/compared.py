@@ -85,11 +85,11 @@ def recommended() -> None:
     exec(re.sub(r"(?m)^# (model = |from peft )", r"\1", answer["code"]), names)
     state, buffers = _tensors(names["model"])
     wanted = {key: one.to(state[key].dtype) if key in state else one for key, one in truth.items()}
-    differences = _differences(state, wanted)  # in the dtype that was asked for
+    differences = state_differences(state, wanted)  # in the dtype that was asked for
     if not state.keys() & truth.keys():
         differences = []  # transformers' names of a GGUF file's tensors: unit/test_pasted_code.py compares
     if more:
-        differences += _differences(buffers, more)
+        differences += state_differences(buffers, more)
     _print(differences, [])
 
 

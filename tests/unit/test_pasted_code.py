@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from model_differences import state_differences
 from nightly import nightly
 from safetensors.torch import save_file
 
@@ -97,11 +98,8 @@ def loaded(advice: Advice, build_model: Any = None) -> torch.nn.Module:
 
 
 def assert_equal(model: torch.nn.Module, wanted: torch.nn.Module) -> None:
-    left, right = ({**one.state_dict(), **dict(one.named_buffers())} for one in (model, wanted))
-    assert {name: tensor.dtype for name, tensor in left.items()} == {
-        name: tensor.dtype for name, tensor in right.items()
-    }
-    assert [name for name, tensor in right.items() if not torch.equal(left[name], tensor)] == []
+    found, right = ({**one.state_dict(), **dict(one.named_buffers())} for one in (model, wanted))
+    assert state_differences(found, right) == []
 
 
 # -- files, with the user's own model

@@ -271,7 +271,7 @@ def test_quantised_weights_are_followed_where_weighin_dequantises_them(
 ) -> None:
     found = Quantised("nf4", 1, 1, dequantises=dequantises)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client.quantised, "of_model", lambda _model: found)
+        patch.setattr("weighin.predict.client.quantised.of_model", lambda _model: found)
         (one,) = client.predict([replace(planned(name), skip="")])
     assert one.cannot == (refusal or "why")
     assert len(questions) == (not refusal)
@@ -322,7 +322,7 @@ def test_a_misfit_is_the_users_error_and_a_killed_process_has_a_repair(
             self.receive = answers.pop
             self.send = self.close = lambda *_, **__: None
 
-    monkeypatch.setattr(client.child_process, "Child", Child)
+    monkeypatch.setattr("weighin.child_process.Child", Child)
     assert refused(client.predict, [planned()]) == "the file lacks a\nname another"
     killed = refused(client.predict, [planned()])
     assert killed.startswith("weighin's process that computes the prediction was killed\nrun the")

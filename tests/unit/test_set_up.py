@@ -41,7 +41,7 @@ def test_the_cpu_build_of_the_pinned_version_is_preferred_to_that_of_pips_own_in
     own_pip.setattr(set_up, "CPU_INDEX", (tmp_path / "cpu").as_uri())
     set_up.create()
     assert f"no GPU: torch's CPU build comes from {set_up.CPU_INDEX}" in capfd.readouterr().out
-    freeze = [tmp_path / "venv/bin/python", "-m", "pip", "freeze"]
+    freeze = [str(tmp_path / "venv/bin/python"), "-m", "pip", "freeze"]
     done = subprocess.run(freeze, capture_output=True, text=True, check=True)
     assert done.stdout == f"{pin}+cpu\n"
 
@@ -68,7 +68,7 @@ def test_pip_says_itself_why_it_could_not_install(
     (tmp_path / "harness").mkdir()
     for name in ("harness/set_up.py", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    command = [sys.executable, tmp_path / "harness/set_up.py"]
+    command = [sys.executable, str(tmp_path / "harness/set_up.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout.startswith(f"installing what {set_up.USE}, 1 to 3 minutes\n")

@@ -1,4 +1,4 @@
-"""The modules that forks of a predicting process share: a load still imports and counts them."""
+"""What the predicting process has in memory, and a load has not: modules that its forks share, and a GPU's context."""
 
 import json
 import subprocess
@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from nightly import nightly
+import torch
 
 from weighin.cell import Cell
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
+from weighin.predict import process
 from weighin.predict.client import predict
-from weighin.predict.prediction import Prediction
 from weighin.suite import registry
 from weighin.units import MIB
 
@@ -43,10 +43,8 @@ ON_META = "torch.nn.Embedding(1, 1, device='meta')"
 
 
 def built(code: str, *, hidden: bool) -> dict[str, Any]:
-    script = BUILD.format(code=code, hidden=hidden)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, check=True, text=True
-    )
+    command = [sys.executable, "-c", BUILD.format(code=code, hidden=hidden)]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -61,30 +59,12 @@ def test_hidden_modules_come_back_with_the_import_that_a_worker_makes() -> None:
     assert abs(fork["bytes"] - worker["bytes"]) < 4 * MIB
 
 
-@pytest.mark.parametrize("code", ["torch.nn.Embedding(1, 1)", *nightly("import json.tool")])
-def test_a_load_that_does_not_import_the_modules_does_not_count_them(code: str) -> None:
-    worker, fork = built(code, hidden=False), built(code, hidden=True)
-    assert fork["modules"] == worker["modules"]
-    assert fork["counted_bytes"] == []
-
-
-def test_another_hidden_module_comes_back_alone() -> None:
-    fork = built("import sympy.core", hidden=True)
+def test_what_a_load_does_not_import_is_not_counted_and_a_part_comes_back_alone() -> None:
+    code = "torch.nn.Embedding(1, 1); first |= set(sys.modules); import sympy.core"
+    fork = built(code, hidden=True)
     assert "sympy.core" in fork["modules"]
     assert "torch._dynamo" not in fork["modules"]
-    assert fork["counted_bytes"] == []
-
-
-def test_a_prediction_does_not_depend_on_the_predictions_before_it() -> None:
-    together = predict([planned(name) for name in ("baseline", "meta_copy", "mmap_assign")])
-    (alone,) = predict([planned("mmap_assign")])
-    assert alone.work.modules > 100
-    after = together[-1]
-    assert replace(after.work, cpu_ns=0) == replace(alone.work, cpu_ns=0)
-    for kind in ("host_anon_peak_bytes", "host_anon_most_bytes", "floor_bytes"):
-        assert abs(figure(after, kind) - figure(alone, kind)) < 4 * MIB, kind
-    for kind in ("model_bytes", "tensor_peak_bytes", "disk_read_bytes", "reasons"):
-        assert getattr(after, kind) == getattr(alone, kind), kind
+    assert (fork["counted_bytes"], fork["spec"]) == ([], "")
 
 
 def planned(strategy: str) -> Planned:
@@ -93,7 +73,41 @@ def planned(strategy: str) -> Planned:
     return plan_cell(Cell(model, strategy, "process", format=info.formats[0]), info)
 
 
-def figure(one: Prediction, kind: str) -> int:
-    assert one.cannot == ""
-    found: int = getattr(one, kind)
-    return found
+def test_a_prediction_does_not_depend_on_the_predictions_before_it() -> None:
+    *_, after = predict([planned(name) for name in ("baseline", "meta_copy", "mmap_assign")])
+    (alone,) = predict([planned("mmap_assign")])
+    assert (alone.cannot, after.cannot) == ("", "")
+    assert alone.work.modules > 100
+    assert replace(after.work, cpu_ns=0) == replace(alone.work, cpu_ns=0)
+    for kind in ("host_anon_peak_bytes", "host_anon_most_bytes", "floor_bytes"):
+        assert abs(getattr(after, kind) - getattr(alone, kind)) < 4 * MIB, kind
+    for kind in ("model_bytes", "tensor_peak_bytes", "disk_read_bytes", "reasons"):
+        assert getattr(after, kind) == getattr(alone, kind), kind
+
+
+# -- the RAM of a CUDA context
+
+
+@pytest.mark.parametrize(
+    ("gpu", "context_mib", "kernels_mib"), [("none", 0, 0), ("full", 0, 0), ("free", 30, 20)]
+)
+def test_the_ram_of_a_context_and_of_the_kernels_that_read_a_model_is_measured(
+    gpu: str, context_mib: int, kernels_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_mib = [100]
+    zeros = torch.zeros
+
+    def on_the_gpu(size: int, device: str) -> torch.Tensor:
+        assert device == "cuda"
+        if gpu == "full":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        held_mib.append(30)
+        return zeros(min(size, 1))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu != "none")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "zeros", on_the_gpu)
+    monkeypatch.setattr(process, "touch", lambda _: held_mib.append(20))
+    monkeypatch.setattr(process, "anon_bytes", lambda: sum(held_mib) * MIB)
+    assert process.gpu_bytes() == (context_mib * MIB, kernels_mib * MIB)
