@@ -21,7 +21,7 @@ from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedUse, Prediction, Work
 from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, gather, parts
-from weighin.recommend.candidates import FitVerdict, Limits, Speeds
+from weighin.recommend.candidates import Limits, Speeds
 from weighin.recommend.prior_runs import Evidence
 from weighin.stream import pretrained_folder
 from weighin.stream.pretrained_folder import PretrainedFolder, read_folder
@@ -45,9 +45,10 @@ def asked(monkeypatch: MonkeyPatch) -> Asked:
     """What was to be predicted; every strategy takes its copies, and a second for each GiB."""
     found: Asked = []
 
-    def predict(planned: Sequence[Planned], **_: Any) -> list[Prediction]:
+    def predict(planned: Sequence[Planned], *, forward: bool, **_: Any) -> list[Prediction]:
         found.append(planned)
-        return [_predicted(one) for one in planned]
+        assert not forward  # no answer here is for that use
+        return [_training(one) if one.cell.use else _predicted(one) for one in planned]
 
     monkeypatch.setattr(answer, "predict", predict)
     monkeypatch.setattr(answer, "USUAL", Speeds(GIB, GIB, GIB, GIB, GIB, GIB, 0, 0))
@@ -100,13 +101,12 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_answers_in_words_tables_and_code(same: Compare, monkeypatch: MonkeyPatch) -> None:
+def test_answers_in_words_and_tables(same: Compare, asked: Asked) -> None:
     texts = []
     for name, settings in ANSWERS.items():
-        with monkeypatch.context() as patch:
-            if "use" in settings:
-                patch.setattr(answer, "predict", lambda ones, **_: [_training(one) for one in ones])
-            advice = advised(**settings)
+        advice = advised(**settings)
+        assert {one.cell.use for one in asked[-1]} == {settings.get("use", "")}
+        assert {one.cell.device for one in asked[-1]} == {settings.get("device", "cpu")}
         most = None if name == next(iter(ANSWERS)) else 3
         table, _, _ = printed(advice, most=most).partition("\n\nimport torch")
         lines = [line.rstrip() for line in table.strip().splitlines()]
@@ -114,18 +114,6 @@ def test_answers_in_words_tables_and_code(same: Compare, monkeypatch: MonkeyPatc
         lines += [f"{key}: {kept[key]}" for key in ("recommended", "use", "notes")]
         texts.append("\n".join([f"# {name}", "", *lines, ""]))
     same("answers.txt", "\n".join(texts))
-
-
-def test_only_other_passes_than_the_uses_are_predicted(monkeypatch: MonkeyPatch) -> None:
-    noted: list[tuple[bool, set[str]]] = []
-
-    def predict(asked: Sequence[Planned], *, forward: bool, **_: Any) -> list[Prediction]:
-        noted.append((forward, {one.cell.use for one in asked}))
-        return [_training(one) for one in asked]
-
-    monkeypatch.setattr(answer, "predict", predict)
-    advised(16 * GIB, use="adamw")
-    assert noted == [(False, {"adamw"})]
 
 
 def test_a_reason_that_is_not_memory_gives_no_advice_on_memory(monkeypatch: MonkeyPatch) -> None:
@@ -197,12 +185,6 @@ def test_a_checkpoint_of_ones_own_layout_needs_no_saving_again_but_for_others(
     assert resaved.best.format == "pt"
     assert "load_model(build_model, 'weights.pt')" in resaved.code
     assert any(f"weighin convert {file} weights.pt --format pt" in note for note in resaved.notes)
-
-
-def test_a_gpu_is_asked_for(asked: Asked) -> None:
-    advice = advised(limits=Limits(None, GIB), device="cuda")
-    assert {one.cell.device for one in asked[0]} == {"cuda"}
-    assert {one.verdict for one in advice.candidates} == {FitVerdict.TOO_LARGE}
 
 
 def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(

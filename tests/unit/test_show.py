@@ -115,17 +115,12 @@ def test_the_page_needs_no_network_and_runs_only_its_own_script(tmp_path: Path) 
 
 def test_the_tip_of_a_bar_has_each_size_with_its_range() -> None:
     repeats = [
-        make_result(
-            make_cell("streaming", repeat=n),
-            peaks=Peaks(
-                rss_bytes=3 * GIB,
-                cgroup_bytes=4 * GIB,
-                anon_sampled_bytes=size,
-                file_sampled_bytes=size // 2,
-            ),
-        )
+        make_result(make_cell("streaming", repeat=n), peaks=Peaks(
+            rss_bytes=3 * GIB, cgroup_bytes=4 * GIB, anon_sampled_bytes=size,
+            file_sampled_bytes=size // 2,
+        ))
         for n, size in enumerate((GIB, 2 * GIB))
-    ]
+    ]  # fmt: skip
     text = svg(pictures(Measured(repeats))["peaks"]())
     for said in (
         "streaming: ok · peak RSS 3.000 GiB (exact)",
