@@ -4,7 +4,9 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import chdir, redirect_stdout, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -16,6 +18,24 @@ from torch import nn
 _MADE: Final = Path("made.json")
 _TRUTH: Final = Path("truth.pt")
 """Arguments of ``load_pretrained`` that have another name than the option."""
+
+
+def warm_up() -> None:
+    """Import what most layouts need, by making and loading one of each library, in seconds that forks save."""
+    for name in (
+        "no architectures",
+        "the unet of a pipeline",
+        "GGUF in float16",
+        "a residual network",
+    ):
+        with (
+            TemporaryDirectory(dir="/var/tmp") as folder,
+            chdir(folder),
+            redirect_stdout(None),
+            suppress(ImportError),  # its library is not in this environment
+        ):
+            make(name)
+            load(name)
 
 
 def make(name: str) -> None:
@@ -101,7 +121,8 @@ def _from_pretrained(path: Path, layout: Layout) -> nn.Module:
     if "_class_name" in config:
         import diffusers
 
-        part: nn.Module = getattr(diffusers, config["_class_name"]).from_pretrained(path)
+        kind = getattr(diffusers, config["_class_name"])
+        part: nn.Module = kind.from_pretrained(path, variant=layout.options.get("variant"))
         return part
     if "architecture" in config:
         import timm

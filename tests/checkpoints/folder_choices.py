@@ -42,6 +42,41 @@ def _saved_as(kind: str) -> Callable[[Path], Made]:
     return make
 
 
+def _composite(folder: Path) -> Made:
+    """Write a model of texts and images, whose text part is a model, too."""
+    package = transformers()
+    text = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
+        "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["full_attention", "full_attention"],
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}  # fmt: skip
+    config = package.Qwen3_5Config(text_config=text, vision_config=vision)
+    package.Qwen3_5ForConditionalGeneration(config).save_pretrained(folder)
+    return Made(folder)
+
+
+def _head_beside_a_pooler(folder: Path) -> Made:
+    """Write a model with a head, and the pooler that AutoModel would draw at random if it were not there."""
+    from safetensors.torch import load_file, save_file
+
+    _bert("BertForMaskedLM").save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    state |= {f"bert.pooler.dense.{name}": torch.randn(shape)
+              for name, shape in (("weight", (32, 32)), ("bias", (32,)))}  # fmt: skip
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    edit(folder / "config.json", architectures=None)
+    return Made(folder)
+
+
+def _broken_config(folder: Path) -> Made:
+    _bert().save_pretrained(folder)
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("gone")
+    return Made(folder)
+
+
 def _without_class(**changes: object) -> Callable[[Path], Made]:
     def make(folder: Path) -> Made:
         _bert().save_pretrained(folder)
@@ -224,6 +259,9 @@ LAYOUTS: Final = [
     ),
     Layout("a base model's class", GROUP, _saved_as("BertForPreTraining"), options={"model_class": "BertModel"}),
     Layout("an auto class", GROUP, _saved_as("BertForPreTraining"), options={"model_class": "transformers.AutoModelForMaskedLM"}),
+    Layout("an auto class of another task", GROUP, _saved_as("BertForMaskedLM"), options={"model_class": "transformers.AutoModelForCausalLM"}),
+    Layout("AutoModel of a model with heads", GROUP, _saved_as("BertForPreTraining"), options={"model_class": "AutoModel"}),
+    Layout("the text part of a model of texts and images", GROUP, _composite, options={"model_class": "AutoModelForCausalLM"}),
     Layout(
         "an auto class that the model type has not", GROUP, _saved_as("BertModel"),
         refused("no AutoModelForCTC for the model type bert", all_but("inspect")),
@@ -238,29 +276,33 @@ LAYOUTS: Final = [
         notes=_noted("BertModel, which AutoModel chooses") | dict.fromkeys(("inspect", "convert"), "so weighin takes that of AutoModel"),
     ),
     Layout(
+        "no architectures, and the weights of a head", GROUP, _head_beside_a_pooler,
+        notes=_noted("BertModel, which AutoModel chooses") | dict.fromkeys(("inspect", "convert"), "so weighin takes that of AutoModel"),
+    ),
+    Layout(
         "no architectures, and a model type that is not known", GROUP, _without_class(model_type="mine"),
         refused("name the class: --set model_class", all_but("inspect")),
     ),
     Layout(
         "an index that names a tensor of no shard", GROUP,
         _index(lambda _, weight_map: weight_map.update({"mtp.fc.weight": next(iter(weight_map.values()))})),
-        notes=_noted("in no shard: 1 key"),
     ),
     Layout(
         "an index that lacks a tensor of a shard", GROUP,
-        _index(lambda _, weight_map: weight_map.pop("model.norm.weight")), notes=_noted("count, in 1 key"),
+        _index(lambda _, weight_map: weight_map.pop("model.norm.weight")),
     ),
-    Layout("an index that names another shard of a tensor", GROUP, _index(_list_elsewhere), notes=_noted("count, in 1 key")),
-    Layout("a tensor in two shards, with equal values", GROUP, _index(_twice(0)), notes=_noted("count, in 1 key")),
+    Layout("an index that names another shard of a tensor", GROUP, _index(_list_elsewhere)),
+    Layout("a tensor in two shards, with equal values", GROUP, _index(_twice(0))),
     Layout(
         "a tensor in two shards, with different values", GROUP, _index(_twice(1)),
         refused("is also in shard .*, with other values"),
     ),
     Layout("a missing shard", GROUP, _index(_lose_shard), refused("is missing")),
     Layout("a shard that is a broken link", GROUP, _index(_break_link), refused("a broken symbolic link")),
+    Layout("a config.json that is a broken link", GROUP, _broken_config, refused("a broken symbolic link")),
     Layout(
         "a tensor of the model in no shard", GROUP, _index(_drop_tensor),
-        refused("model.norm.weight", all_but("inspect")), notes={"inspect": "in no shard: 1 key"},
+        refused("model.norm.weight", all_but("inspect")),
     ),
     Layout("weights that config.json names", GROUP, _named_weights("mine.safetensors")),
     Layout("weights in a folder that config.json names", GROUP, _named_weights("in/mine.safetensors")),

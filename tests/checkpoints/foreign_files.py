@@ -183,7 +183,7 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         _packed("model.zip", lambda saved: _zipped("model.pt", saved)),
         r"a zip archive of other files: model.pt\nunpack it, and give the checkpoint in it: unzip ",
     ),
-    "a checkpoint that a zip program compressed": (_repacked, r"is compressed\nsave it again: python -c .*torch.load"),
+    "a checkpoint that a zip program compressed": (_repacked, r"is compressed or encrypted\nsave it again: python -c .*torch.load"),
     "a checkpoint in a tar archive": (_in_tar, r"a tar archive\nunpack it, and give the checkpoint in it: tar xf "),
     "a checkpoint in gzip": (
         _packed("model.pt.gz", gzip.compress),

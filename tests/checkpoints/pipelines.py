@@ -113,6 +113,13 @@ def _in_dtype(folder: Path) -> Made:
     return Made(folder)
 
 
+def _variant(folder: Path) -> Made:
+    """Write other values in float16 beside the usual file."""
+    unet().save_pretrained(folder)
+    unet().to(torch.float16).save_pretrained(folder, variant="fp16")
+    return Made(folder)
+
+
 def _old_names(folder: Path) -> Made:
     """Write a VAE with the names that attention had before diffusers 0.17."""
     from safetensors.torch import load_file, save_file
@@ -207,6 +214,7 @@ _RIGHT: Final[dict[str, Callable[[Path], Made]]] = {
 
 LAYOUTS: Final = [
     *(Layout(name, GROUP, make, NO_FOLDER, packages=PACKAGES) for name, make in _RIGHT.items()),
+    Layout("the variant fp16 of a unet", GROUP, _variant, NO_FOLDER, {"variant": "fp16"}, PACKAGES),
     Layout("the text encoder of a pipeline", GROUP, _part_of_a_pipeline("text_encoder"), packages=PACKAGES),
     Layout("a class of transformers in diffusers", GROUP, _safety_checker, packages=PACKAGES),
     Layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,25 @@ def _megatron(ranks: int) -> Callable[[Path], Made]:
     return make
 
 
+def _of_torch(name: str, begin: int) -> Callable[[Path], Made]:
+    """Return a maker of four rows of a matrix, as HuggingFaceStorageWriter writes them, from row ``begin`` on."""
+
+    def make(folder: Path) -> Made:
+        from safetensors.torch import save_file
+
+        tensors = {"weight": torch.randn(4, 10)}
+        info = json.dumps({"weight": {"saved_offsets": [begin, 0]}})
+        metadata = {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0", "format": "pt"}
+        save_file(tensors, folder / name, metadata)
+        return Made(folder / name, tensors)
+
+    return make
+
+
+_OF_TORCH: Final = (
+    r"a shard of torch's distributed checkpoint \(DCP_SHARDING_INFO in its header\), which may hold only one"
+    r" rank's part of each tensor\njoin the shards of all ranks: consolidate_safetensors_files\("
+)
 _READ: Final[dict[str, Callable[[Path], Made]]] = {
     "DeepSpeed ZeRO 1, 3 ranks": _zero(1, 3),
     "DeepSpeed ZeRO 2, 3 ranks, aligned parameters": _zero(2, 3, 4),
@@ -125,6 +145,7 @@ _READ: Final[dict[str, Callable[[Path], Made]]] = {
     "DeepSpeed without ZeRO": _without_zero,
     "a universal checkpoint of ZeRO 1": _universal(1),
     "a universal checkpoint of ZeRO 3": _universal(3),
+    "a file that one rank wrote for all": _of_torch("model-00001-of-00001.safetensors", 0),
 }
 _REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     "DeepSpeed ZeRO 3, a rank's weights are missing": (
@@ -135,6 +156,15 @@ _REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
         _lacks(f"zero_pp_rank_2_{_STATES}"),
         r"missing: zero_pp_rank_2_mp_rank_00_model_states\.pt\s*copy them here",
     ),
+    "a shard of torch's distributed checkpoint in safetensors": (
+        _of_torch("shard-00001-model-00001-of-00001.safetensors", 4),
+        _OF_TORCH,
+    ),
+    "such a shard whose name says that it is whole": (
+        _of_torch("model-00001-of-00001.safetensors", 10),
+        _OF_TORCH,
+    ),
+    "such a shard that was renamed": (_of_torch("model.safetensors", 0), _OF_TORCH),
     "DeepSpeed ZeRO 2 without optimizer states": (
         _no_optimizer, r"has no files \*_optim_states\.pt, where DeepSpeed[\s\S]*--key module",
     ),

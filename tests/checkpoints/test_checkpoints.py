@@ -1,24 +1,29 @@
-"""A sample of the layouts is right or refused with its reason; ``make checkpoints`` tries them all."""
+"""Every layout is loaded right, or refused with its reason; ``make checkpoints`` also tries all other verbs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from fork_server import ForkServer
 from layouts import VERBS, Layout, every
-from nightly import nightly
 from tried import IN_ZOO, Missing, Verdict, server, tried
 
-QUICK = ("inspect", "convert", "load")
+QUICK = ("load", "inspect", "convert")
 WITH_ALL_VERBS = (
     "tied by the config, two matrices in the file",
     "GGUF in Q8_0",
 )
 LAYOUTS = every()
-SAMPLE = [*LAYOUTS[::40], *nightly(*LAYOUTS[10::20], *LAYOUTS[20::40])]
+VERBS_BY_DAY = [
+    pytest.param(layout, QUICK if number % 6 == 0 else QUICK[:1], id=layout.name)
+    for number, layout in enumerate(LAYOUTS)
+]
+AT_NIGHT = [
+    pytest.param(one, QUICK, id=f"{one.name}, at night", marks=pytest.mark.nightly)
+    for one in LAYOUTS[3::6]
+]
 
 Servers = Callable[[bool], ForkServer]
 """Returns the process that runs the verbs, with or without the packages of .venv-zoo."""
@@ -42,11 +47,11 @@ def wrong(layout: Layout, folder: Path, servers: Servers, verbs: tuple[str, ...]
     return [f"{verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
 
 
-@pytest.mark.parametrize("layout", SAMPLE, ids=attrgetter("name"))
+@pytest.mark.parametrize(("layout", "verbs"), [*VERBS_BY_DAY, *AT_NIGHT])
 def test_a_layout_is_right_or_refused_with_its_reason(
-    layout: Layout, tmp_path: Path, servers: Servers
+    layout: Layout, verbs: tuple[str, ...], tmp_path: Path, servers: Servers
 ) -> None:
-    assert wrong(layout, tmp_path, servers, QUICK) == []
+    assert wrong(layout, tmp_path, servers, verbs) == []
 
 
 @pytest.mark.slow

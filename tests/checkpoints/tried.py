@@ -30,6 +30,8 @@ sys.path[:0] = {[str(HERE), str(HERE.parent), str(HERE.parents[1] / "harness")]!
 import torch, transformers, cells
 cells.import_commands()
 torch.set_num_threads(1)
+import compared
+compared.warm_up()
 """
 _MAIN: Final = "import runpy; runpy.run_module('weighin', run_name='__main__')"
 _MAKE: Final = "import compared, sys; compared.make(*sys.argv[1:])"
@@ -52,7 +54,7 @@ class Missing(Exception):
 
 @contextmanager
 def server(cache: str | None = None, *, zoo: bool = False) -> Iterator[ForkServer]:
-    """Start the process in whose forks everything runs: torch and transformers are imported once.
+    """Start the process in whose forks everything runs: what they import is imported once.
 
     ``cache`` is the folder for what weighin keeps, and for the lock of bench: two processes with one of
     them wait for each other.
