@@ -1,7 +1,11 @@
-"""Hugging Face folders: ``load_pretrained`` gives what ``from_pretrained`` gives, or says why not."""
+"""Hugging Face folders: ``load_pretrained`` gives what ``from_pretrained`` gives, or says why not.
 
+More folders, and what is to be chosen in some, are layouts of ``tests/checkpoints``.
+"""
+
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +16,31 @@ from model_differences import differences
 from nightly import nightly
 from safetensors.torch import load_file, save_file
 
-from weighin import load_pretrained
+from weighin import load_pretrained, load_streaming
 from weighin.checkpoint import cache
+from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.truth import index
-from weighin.models.pretrained import example_inputs, from_config, pretrained_class
+from weighin.errors import CheckpointError
+from weighin.models.pretrained import from_config, pretrained_class, written_after_load
 from weighin.predict import client
+from weighin.stream import hugging_face
 from weighin.stream.pretrained_folder import (
     BUILDER,
     cached_snapshot,
+    from_pretrained_arguments,
     own_dtype,
     path_of,
     read_folder,
 )
+from weighin.stream.pretrained_library import FolderChoice
 from weighin.suite import registry
+from weighin.worker.loading import WrongWeights, check_values
 
 MOE = "Qwen3MoeForCausalLM"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
 DECODER = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
-VIT = SMALL | {"intermediate_size": 64, "image_size": 32, "patch_size": 8}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 128}
 CLVP = SMALL | {"hidden_size": 128, "intermediate_size": 64, "projection_dim": 128}
 DEEPSEEK = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
@@ -49,55 +56,43 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tied": ("LlamaForCausalLM", DECODER | {"tie_word_embeddings": True}, {}),
     "shards": ("LlamaForCausalLM", DECODER, {"max_shard_size": "20KB"}),
     "experts": (MOE, DECODER | EXPERTS, {}),
-    "encoder-decoder": ("T5ForConditionalGeneration", T5, {}),
-    "encoder": ("BertForMaskedLM", SMALL | {"intermediate_size": 64}, {}),
-    "vision": ("ViTForImageClassification", VIT, {}),
-    "positions": ("GPTJForCausalLM", GPT2 | {"rotary_dim": 4}, {}),
     "kept in float32": ("DeepseekV3ForCausalLM", DECODER | DEEPSEEK, {}),
     "computed weights": ("MarianMTModel", MARIAN, {}),
     "one of several part configurations": ("ClvpEncoder", CLVP, {}),
-    "gpt2": ("GPT2LMHeadModel", GPT2 | {"bos_token_id": 1, "eos_token_id": 2}, {}),
 }
 Make = Callable[[str], Path]
+
+
+def save(folder: Path, name: str, seed: int = 0) -> Path:
+    architecture, settings, options = FOLDERS[name]
+    kind = pretrained_class(architecture)
+    torch.manual_seed(seed)
+    model = kind(kind.config_class(**settings))
+    if name == "shards":
+        model = model.to(torch.bfloat16)
+    model.save_pretrained(folder, **options)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a function that saves a folder of ``FOLDERS``, once."""
     root = tmp_path_factory.mktemp("pretrained")
+    return lambda name: root / name if (root / name).exists() else save(root / name, name)
 
-    def saved(name: str) -> Path:
-        if not (root / name).exists():
-            architecture, settings, options = FOLDERS[name]
-            kind = pretrained_class(architecture)
-            torch.manual_seed(0)
-            model = kind(kind.config_class(**settings))
-            if name == "shards":
-                model = model.to(torch.bfloat16)
-            model.save_pretrained(root / name, **options)
-        return root / name
 
-    return saved
+def of_library(folder: Path, **options: Any) -> Any:
+    return pretrained_class(read_folder(folder).wanted).from_pretrained(folder, **options)
 
 
 @pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, torch.float16, *nightly(torch.float32)])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_loads_as_from_pretrained_loads_it(
+def test_a_folder_loads_as_its_library_loads_it(
     make: Make, name: str, dtype: torch.dtype | str
 ) -> None:
-    folder = make(name)
-    found = read_folder(folder)
-    wanted = pretrained_class(found.wanted).from_pretrained(folder, dtype=dtype)
-    model = load_pretrained(folder, dtype=dtype)
-    assert type(model) is type(wanted)
-    assert model.training is False
-    assert differences(model, wanted) == []
-    inputs = example_inputs(found.wanted, found.config) or {}
-    inputs = {key: v.to(model.dtype) if v.is_floating_point() else v for key, v in inputs.items()}
-    if name == "one of several part configurations" and model.dtype != torch.float32:
-        return  # its own forward pass mixes dtypes
-    with torch.inference_mode():
-        assert torch.equal(model(**inputs)[0], wanted(**inputs)[0])
+    model = load_pretrained(make(name), dtype=dtype)
+    assert not model.training
+    assert differences(model, of_library(make(name), dtype=dtype)) == []
 
 
 def test_a_folder_is_a_model_whose_arguments_are_its_configuration(make: Make) -> None:
@@ -108,49 +103,17 @@ def test_a_folder_is_a_model_whose_arguments_are_its_configuration(make: Make) -
     assert own_dtype(registry.model("gpt2-tiny")) == "float32"
 
 
-def test_a_file_outside_of_a_folder_is_indexed_by_the_models_own_keys(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_file_elsewhere_is_indexed_by_the_models_own_keys(make: Make, tmp_path: Path) -> None:
     spec = registry.model(str(make("tied")))
-    model = from_config(**spec.kwargs)
-    file, entry = tmp_path / "weights.pt", tmp_path / "entry"
-    entry.mkdir()
-    torch.save(model.state_dict(), file)
-    made = index(spec, checkpoint=file, fmt="pt", folder=entry)
-    names = {one.name for one in made.tensors if one.kind != "non_persistent_buffer"}
-    assert names == set(model.state_dict())
-
-
-def test_a_model_of_the_hub_is_found_in_the_cache_alone(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
-    assert refused(registry.model, "Some/Model") == (
-        f"Some/Model is not in the Hub's cache {tmp_path}, and weighin downloads no model\nhf download Some/Model"
-    )
-    entry = tmp_path / "models--Some--Model"
-    shutil.copytree(make("tied"), entry / "snapshots" / "0123")
-    (entry / "refs").mkdir()
-    (entry / "refs" / "main").write_text("0123")
-    snapshot = entry / "snapshots" / "0123"
-    (entry / "blobs").mkdir()
-    for file in [*snapshot.iterdir()]:  # the Hub's client writes links
-        (entry / "blobs" / file.name.encode().hex()).write_bytes(file.read_bytes())
-        file.unlink()
-        file.symlink_to(Path("../../blobs") / file.name.encode().hex())
-    assert cached_snapshot("Some/Model") == path_of(Path("Some/Model")) == snapshot
-    spec = registry.model("Some/Model")
-    assert spec.name == "Some/Model"
-    prepared = cache.ensure(spec, "safetensors", checkpoint=read_folder(snapshot).checkpoint)
-    assert prepared.path == snapshot / "model.safetensors"
-    assert load_pretrained("Some/Model").config.architectures == ["LlamaForCausalLM"]
+    state = from_config(**spec.kwargs).state_dict()
+    torch.save(state, tmp_path / "weights.pt")
+    (tmp_path / "entry").mkdir()
+    made = index(spec, checkpoint=tmp_path / "weights.pt", fmt="pt", folder=tmp_path / "entry")
+    assert {one.name for one in made.tensors if one.kind != "non_persistent_buffer"} == set(state)
 
 
 def test_formats_that_weighin_writes_from_converted_keys_are_predicted(make: Make) -> None:
-    folder = make("experts")
-    found = read_folder(folder)
-    spec = registry.model(str(folder))
+    found, spec = read_folder(make("experts")), registry.model(str(make("experts")))
     pairs = [(registry.strategy(name), dict[str, Any]()) for name in ("baseline", "dcp")]
     cells = planned((spec,), pairs, own_formats={spec.title: "safetensors"})
     for one in client.predict(cells, checkpoint=found.checkpoint):
@@ -173,48 +136,217 @@ def test_a_folder_that_its_library_refuses_is_not_predicted(
     del state["model.norm.weight"]
     state |= {"model.norm.weight": torch.zeros(shape)} if shape else {}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    spec = registry.model(str(folder))
-    cells = planned((spec,), [(registry.strategy("baseline"), dict[str, Any]())])
+    cells = planned((registry.model(str(folder)),), [(registry.strategy("baseline"), {})])
     assert text in refused(client.predict, cells, checkpoint=read_folder(folder).checkpoint)
 
 
-def test_keys_of_a_model_are_not_those_of_another_file(make: Make, tmp_path: Path) -> None:
+def test_a_file_that_its_library_does_not_read_is_no_reference(make: Make, tmp_path: Path) -> None:
     folder = shutil.copytree(make("tied"), tmp_path / "model")
+    other = shutil.copy(folder / "model.safetensors", folder / "b.safetensors")
+    assert (
+        "from_pretrained would not read this file, but model.safetensors in the file's folder"
+        in refused(from_pretrained_arguments, Path(other))
+    )
     torch.save(load_pretrained(folder).state_dict(), folder / "pytorch_model.bin")
     conversion = Conversion(folder / "pytorch_model.bin", tmp_path / "out.pt", model_keys=True)
     assert "from_pretrained" in refused(conversion.write)
 
 
+@pytest.mark.parametrize(
+    "name", ["../a.safetensors", "/a.safetensors", "a.bin", 5, "a\0.safetensors"]
+)
+def test_weights_of_an_odd_name_are_refused(make: Make, tmp_path: Path, name: object) -> None:
+    folder = shutil.copytree(make("tied"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"transformers_weights": name}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "neither a safetensors file nor an index in this folder" in refused(
+        load_pretrained, folder
+    )
+    with pytest.raises((ValueError, OSError, AttributeError)):
+        pretrained_class("LlamaForCausalLM").from_pretrained(folder)
+
+
 # What else of the model equals from_pretrained: its name, and what it saves
 
 
-def saved_keys(model: Any, folder: Path) -> set[str]:
-    model.save_pretrained(folder)
-    return set(load_file(folder / "model.safetensors"))
-
-
 @pytest.mark.parametrize("keys", ["of the file", "of the model"])
-def test_a_loaded_model_is_saved_with_the_keys_that_its_file_has(
-    make: Make, tmp_path: Path, keys: str
-) -> None:
-    folder, kind = shutil.copytree(make("experts"), tmp_path / "experts"), pretrained_class(MOE)
-    reference = kind.from_pretrained(folder)
+def test_a_model_is_saved_with_the_keys_of_its_file(make: Make, tmp_path: Path, keys: str) -> None:
+    def saved_keys(model: Any, folder: Path) -> set[str]:
+        model.save_pretrained(folder)
+        return set(load_file(folder / "model.safetensors"))
+
+    folder = shutil.copytree(make("experts"), tmp_path / "experts")
     if keys == "of the model":
-        save_file(reference.state_dict(), folder / "model.safetensors", {"format": "pt"})
-        reference = kind.from_pretrained(folder)
-    found = saved_keys(load_pretrained(folder), tmp_path / "found")
-    assert found == saved_keys(reference, tmp_path / "wanted")
+        state = of_library(folder).state_dict()
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    wanted = saved_keys(of_library(folder), tmp_path / "wanted")
+    assert saved_keys(load_pretrained(folder), tmp_path / "found") == wanted
 
 
-def test_a_loaded_model_has_the_names_and_no_other_attributes_than_from_pretrained_gives(
-    make: Make,
-) -> None:
+def test_a_model_has_the_names_and_attributes_that_its_library_gives(make: Make) -> None:
     def names(model: Any) -> dict[str, str]:
         modules = {path: getattr(one, "name_or_path", "") for path, one in model.named_modules()}
         return modules | {"config": model.config.name_or_path}
 
-    model = load_pretrained(make("experts"))
-    reference = pretrained_class(MOE).from_pretrained(make("experts"))
+    model, reference = load_pretrained(make("experts")), of_library(make("experts"))
     assert names(model) == names(reference)
     assert names(model)["config"] == str(make("experts"))
     assert vars(model).keys() <= vars(reference).keys()
+
+
+# What from_pretrained changes after reading: both values are named, and neither is wrong
+
+TEXT = SMALL | {"intermediate_size": 64}
+TOWER = {key: one for key, one in TEXT.items() if key != "vocab_size"}
+KINDS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "ChineseCLIPModel": ({
+        "text_config": TEXT | {"max_position_embeddings": 64},
+        "vision_config": TOWER | {"image_size": 32, "patch_size": 8}, "projection_dim": 16,
+    }, "text_model.embeddings.word_embeddings.weight"),
+    "FunnelModel": ({
+        "vocab_size": 128, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64,
+        "block_sizes": [1, 1], "num_decoder_layers": 1, "pad_token_id": 2,
+    }, "embeddings.word_embeddings.weight"),
+    "YoutuForCausalLM": (TEXT | {
+        "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "pad_token_id": 3, "tie_word_embeddings": False,
+    }, "model.embed_tokens.weight"),
+    "LlamaForCausalLM": (TEXT | {"num_key_value_heads": 2, "pad_token_id": 3}, ""),
+}  # fmt: skip
+"""The settings of a class, and the tensor whose padding row ``from_pretrained`` sets to zero."""
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a small model whose weights are all random, also padding rows."""
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    kind = pretrained_class(request.param)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**KINDS[request.param][0]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder := tmp_path / str(request.param))
+    return folder
+
+
+@pytest.mark.parametrize("folder", KINDS, indirect=True)
+def test_the_same_tensors_are_changed_and_found_without_changing_them(folder: Path) -> None:
+    before = torch.get_rng_state()
+    model = load_pretrained(folder, dtype="bfloat16")
+    assert torch.equal(torch.get_rng_state(), before)
+    wanted = pretrained_class(folder.name).from_pretrained(folder, dtype=torch.bfloat16)
+    assert differences(model, wanted) == []
+    assert written_after_load(model) == ({KINDS[folder.name][1]} - {""})
+    ours, theirs = model.state_dict(), wanted.state_dict()
+    assert all(torch.equal(ours[name], one) for name, one in theirs.items())
+
+
+@pytest.mark.parametrize("folder", ["FunnelModel", "YoutuForCausalLM"], indirect=True)
+def test_the_values_of_the_file_and_of_from_pretrained_are_both_right(folder: Path) -> None:
+    def sums(model: torch.nn.Module) -> dict[str, str]:
+        tensors = {**model.state_dict(), **dict(model.named_buffers())}
+        return {one.name: checksum(tensors[one.name]) for one in manifest.tensors}
+
+    tensor, spec = KINDS[folder.name][1], registry.model(str(folder))
+    prepared = cache.ensure(spec, "safetensors", checkpoint=read_folder(folder).checkpoint)
+    manifest = prepared.manifest()
+    assert [one.name for one in manifest.tensors if one.file_checksums] == [tensor]
+    of_file = load_streaming(lambda: from_config(**spec.kwargs), folder)
+    theirs = pretrained_class(folder.name).from_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    assert any(torch.equal(of_file.state_dict()[tensor], one) for one in stored.values())
+    assert not torch.equal(of_file.state_dict()[tensor], theirs.state_dict()[tensor])
+    for model in (of_file, theirs):
+        check_values(sums(model), manifest, torch.float32)
+    with torch.no_grad():
+        of_file.state_dict()[tensor][5] += 1
+    with pytest.raises(WrongWeights, match=f"1 tensor with other values .* checkpoint: {tensor}"):
+        check_values(sums(of_file), manifest, torch.float32)
+
+
+@pytest.mark.parametrize("folder", ["YoutuForCausalLM"], indirect=True)
+def test_a_checkpoint_that_weighin_writes_has_the_values_of_from_pretrained(folder: Path) -> None:
+    spec = registry.model(str(folder))
+    prepared = cache.ensure(spec, "pt", checkpoint=read_folder(folder).checkpoint)
+    assert "file_checksums" in json.loads(prepared.manifest_path.read_text())["tensors"][0]
+    assert not any(one.file_checksums for one in prepared.manifest().tensors)
+    state = torch.load(prepared.path, weights_only=True)
+    for name, tensor in load_pretrained(folder).state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+# Models in the Hub's cache
+
+REVISIONS = {"main": "b", "v1.0": "a", "refs/pr/1": "a"}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the model Some/Model in a cache: two commits, a branch, a tag and a request."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    entry = tmp_path / "hub" / "models--Some--Model"
+    (entry / "blobs").mkdir(parents=True)
+    for seed, commit in enumerate(("a" * 40, "b" * 40)):
+        snapshot = save(entry / "snapshots" / commit, "tied", seed)
+        for file in [*snapshot.iterdir()]:  # the Hub's client writes links
+            file.rename(entry / "blobs" / f"{commit}{file.name}")
+            file.symlink_to(f"../../blobs/{commit}{file.name}")
+    for name, commit in REVISIONS.items():
+        (entry / "refs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (entry / "refs" / name).write_text(commit * 40)
+    return entry
+
+
+@pytest.mark.parametrize("revision", ["", "v1.0", "refs/pr/1", "a" * 40])
+def test_a_revision_of_a_model_in_the_cache(hub: Path, revision: str) -> None:
+    commit = REVISIONS[revision or "main"] if revision in {"", *REVISIONS} else "a"
+    snapshot = hub / "snapshots" / (commit * 40)
+    wanted = load_file(snapshot / "model.safetensors")
+    for source in ("Some/Model/", "Some/Model", hub):
+        found = load_pretrained(source, revision=revision).state_dict()
+        assert all(torch.equal(found[name], one) for name, one in wanted.items())
+    for source in ("Some/Model", hub):
+        choice = FolderChoice(revision=revision)
+        spec, checkpoint = registry.model_and_checkpoint(str(source), choice=choice)
+        assert (spec.name, checkpoint) == ("Some/Model", snapshot / "model.safetensors")
+        prepared = cache.ensure(spec, "safetensors", checkpoint=checkpoint)
+        assert prepared.path == checkpoint
+    if not revision:
+        assert cached_snapshot("Some/Model") == path_of(Path("Some/Model")) == snapshot
+
+
+def test_a_revision_of_a_gguf_file_in_the_cache(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = hub / "snapshots" / ("a" * 40)
+    for file in snapshot.iterdir():
+        file.unlink()
+    (snapshot / "model.gguf").write_bytes(b"GGUF")
+    read = []
+
+    def described(file: Path) -> dict[str, str]:
+        read.append(file)
+        raise CheckpointError("no file of GGUF", "")
+
+    monkeypatch.setattr(hugging_face, "described_gguf", described)
+    for source in ("Some/Model", hub):
+        assert "no file of GGUF" in refused(load_pretrained, source, revision="v1.0")
+    assert read == 2 * [snapshot / "model.gguf"]
+
+
+@pytest.mark.parametrize("revision", ["../../other", "nothing", "\0", "x" * 300])
+def test_a_revision_that_is_not_there_is_refused(hub: Path, make: Make, revision: str) -> None:
+    for source in ("Some/Model", hub):
+        said = refused(load_pretrained, source, revision=revision)
+        assert "the Hub's cache lacks the revision" in said
+    said = refused(load_pretrained, make("tied"), revision=revision)
+    assert "not a model in the cache of the Hub, so the revision " in said
+
+
+def test_a_model_without_an_owner_is_found_in_the_cache(hub: Path) -> None:
+    hub.rename(hub.parent / "models--bert")
+    assert load_pretrained("bert").config.architectures == ["LlamaForCausalLM"]
+    assert registry.model("bert").name == "bert"
+    choice = FolderChoice(revision="v3")
+    assert "lacks the revision v3" in refused(registry.model, "bert", choice=choice)
+    assert "no model is called 'bertha'" in refused(registry.model, "bertha")

@@ -21,6 +21,9 @@ FOLDERS: dict[str, dict[str, str]] = {
         "model_index.json": "{}", "text_encoder/model.safetensors": "", "scheduler/scheduler_config.json": "{}",
         "unet/diffusion_pytorch_model.safetensors": "x",
     },
+    "a pipeline whose index is 5,000 brackets": {
+        "model_index.json": "[" * 5000, "unet/diffusion_pytorch_model.safetensors": "x", "unet/config.json": "{}",
+    },
     "a pipeline without weights": {"model_index.json": "{}", "unet/config.json": "{}"},
     "a pipeline with modules": {"modules.json": "[]", "model_index.json": "{}"},
     "five GGUF models": {f"q{bits}.gguf": "GGUF" for bits in range(2, 7)},
