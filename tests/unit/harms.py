@@ -79,16 +79,8 @@ def change(file: Path, old: bytes, new: bytes) -> None:
     file.write_bytes(data.replace(old, new))
 
 
-def shorten(file: Path, bytes_of: Callable[[int], int]) -> None:
-    os.truncate(file, bytes_of(file.stat().st_size))
-
-
-def half(size: int) -> int:
-    return size // 2
-
-
-def less_a_byte(size: int) -> int:
-    return size - 1
+def half(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
 
 
 class Command:
@@ -270,9 +262,9 @@ HARMS: list[tuple[str, tuple[str, ...], Harm, str, str]] = [
     ("noise_in_the_index", INDEXED, lambda g: g.index.write_bytes(NOISE), "index", "damaged"),
     ("a_corrupt_pickle", PICKLED, lambda g: change(g.data, b"X\7\0\0\0storage", b"\xff\7\0\0\0storage"), "data", "weighin does not know its instruction 0xff"),
     ("a_corrupt_header", HEADED, lambda g: change(g.data, b'"a.weight":{', b'"a.weight":('), "data", "the header is not JSON: "),
-    ("half_of_the_data", ALL, lambda g: shorten(g.data, half), "data", "truncated"),
-    ("data_without_the_last_byte", ALL, lambda g: shorten(g.data, less_a_byte), "data", "truncated"),
-    ("half_of_the_index", INDEXED, lambda g: shorten(g.index, half), "index", "truncated"),
+    ("half_of_the_data", ALL, lambda g: half(g.data), "data", "truncated"),
+    ("data_without_the_last_byte", ALL, lambda g: os.truncate(g.data, g.data.stat().st_size - 1), "data", "truncated"),
+    ("half_of_the_index", INDEXED, lambda g: half(g.index), "index", "truncated"),
     ("no_data", INDEXED, lambda g: g.data.unlink(), "index", "'{data}', which holds "),
     ("no_data", ALONE, lambda g: g.data.unlink(), "data", "no such file"),
     ("a_pipe_in_place_of_the_data", INDEXED, lambda g: replace(g.data, os.mkfifo), "index", "is missing"),

@@ -3,7 +3,10 @@
 import json
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from snapshots import Compare, answered
 
 from weighin.stream import formats
+from weighin.stream import write as writing
 from weighin.stream.folders import SHARD_INDEXES, file_name, module_of
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import run_parallel, write
@@ -65,8 +69,7 @@ def test_ties_of_shards_survive(tmp_path: Path, fmt: str, tied_at: int) -> None:
     plans = PLANS[:-1]
     plans.insert(tied_at, PLANS[-1])
     places = {place.name: place for place in formats.read(made(fmt, tmp_path / "m", plans))}
-    in_order = [plan.name for plan in plans]
-    assert list(places) == ([*STATE, "head"] if fmt == "sharded" else in_order)
+    assert [*places] == ([*STATE, "head"] if fmt == "sharded" else [plan.name for plan in plans])
     assert places["head"].place == places["embedding"].place
 
 
@@ -78,16 +81,6 @@ def test_shards_are_filled_in_order_and_a_large_tensor_has_its_own(tmp_path: Pat
     assert [int(name[6:11]) for name in weight_map.values()] == [1, 1, 2, 3, 4]
 
 
-def change(folder: Path, **changes: object) -> None:
-    path = index_of(folder)
-    index = json.loads(path.read_text())
-    for key, value in changes.items():
-        index["weight_map"] |= {key: value}
-        if value is None:
-            del index["weight_map"][key]
-    path.write_text(json.dumps(index))
-
-
 @BOTH
 @pytest.mark.parametrize("changes", [{"norm": 0}, {"norm": None}, {"no": 1, "none": 0}])
 def test_the_shards_count_where_the_index_contradicts_them(
@@ -95,15 +88,16 @@ def test_the_shards_count_where_the_index_contradicts_them(
 ) -> None:
     folder = made(fmt, tmp_path / "m", PLANS[:-1])
     shards = [file.name for file in formats.files(folder)[1:]]
-    change(folder, **{key: None if one is None else shards[one] for key, one in changes.items()})
+    weight_map = json.loads((index := index_of(folder)).read_text())["weight_map"]
+    weight_map |= {key: None if one is None else shards[one] for key, one in changes.items()}
+    listed = {key: one for key, one in weight_map.items() if one}
+    index.write_text(json.dumps({"weight_map": listed}))
     assert {one.name for one in formats.read(folder)} == set(STATE)
-    assert formats.files(index_of(folder))[0] == index_of(folder)
+    assert formats.files(index)[0] == index
 
 
 @BOTH
-def test_a_tensor_in_two_shards_counts_once_if_its_values_are_equal(
-    tmp_path: Path, fmt: str
-) -> None:
+def test_a_tensor_in_two_shards_counts_once_if_it_is_equal(tmp_path: Path, fmt: str) -> None:
     folder = made(fmt, tmp_path / "m", PLANS[:-1])
     _, first, second = formats.files(folder)
     state = load(second)
@@ -156,18 +150,6 @@ def test_the_key_that_occurs_twice_is_found_among_many(tmp_path: Path) -> None:
     assert time.process_time() - start_s < 20
 
 
-def test_a_link_into_a_cache_is_followed_and_a_damaged_shard_is_named(tmp_path: Path) -> None:
-    folder = made("sharded", tmp_path / "m")
-    first = formats.files(folder)[1]
-    first.rename(tmp_path / "blob")
-    first.symlink_to("../blob")
-    assert len(formats.read(folder)) == 5
-    first.write_bytes(first.read_bytes()[:-1])
-    said = refused(formats.read, folder)
-    assert said.startswith(f"{first}: truncated: tensor '")
-    assert "' ends at byte" in said
-
-
 # One file for each key or module
 
 
@@ -182,11 +164,9 @@ MODULES = {
 }  # fmt: skip
 
 
-def test_a_key_becomes_a_name_in_the_folder() -> None:
+def test_a_key_becomes_a_name_in_the_folder_and_belongs_to_a_module() -> None:
+    """To its first numbered module, or to its first word."""
     assert {key: file_name(key) for key in NAMES} == NAMES
-
-
-def test_a_key_belongs_to_its_first_numbered_module_or_its_first_word() -> None:
     assert {key: module_of(key) for key in MODULES} == MODULES
 
 
@@ -201,17 +181,13 @@ def test_no_two_keys_get_one_name_and_none_leaves(keys: list[str]) -> None:
         assert len(name.encode()) < 255
 
 
-def test_each_file_of_a_module_is_a_state_dict_and_the_order_is_kept(tmp_path: Path) -> None:
+def test_each_file_of_a_module_is_a_state_dict_as_the_index_says(tmp_path: Path) -> None:
     folder = made("per_module", tmp_path / "m")
     assert [one.name for one in formats.read(folder)] == [*STATE, "head"]
     state = torch.load(folder / "embedding.pt", weights_only=True)
     assert list(state) == ["embedding", "head"]
     assert state["embedding"].data_ptr() == state["head"].data_ptr()
     assert torch.equal(state["head"], STATE["embedding"])
-
-
-def test_a_file_of_a_module_that_contradicts_the_index_is_named(tmp_path: Path) -> None:
-    folder = made("per_module", tmp_path / "m")
     torch.save({"other": torch.zeros(3)}, folder / "norm.pt")
     assert "norm.pt: its keys differ from those that index" in refused(formats.read, folder)
 
@@ -219,28 +195,19 @@ def test_a_file_of_a_module_that_contradicts_the_index_is_named(tmp_path: Path) 
 # What is written piece by piece
 
 
-@pytest.mark.parametrize("mmap", [False, True])
-def test_our_pt_is_torch_saves_file_byte_for_byte_but_for_its_id(
-    tmp_path: Path, mmap: bool
-) -> None:
+def test_our_pt_is_torch_saves_file_byte_for_byte_but_for_its_id(tmp_path: Path) -> None:
     ours, theirs = (tmp_path / whose / "model.pt" for whose in ("ours", "theirs"))
     ours.parent.mkdir()
     theirs.parent.mkdir()
     write("pt", ours, PLANS, lambda name: STATE[name].split(2))
-    state = STATE | {"head": STATE["embedding"]}
-    torch.save(state, theirs)
-    assert ours.stat().st_size == theirs.stat().st_size
+    torch.save(STATE | {"head": STATE["embedding"]}, theirs)
     with zipfile.ZipFile(ours) as a, zipfile.ZipFile(theirs) as b:
         assert a.testzip() is None
+        assert ours.stat().st_size == theirs.stat().st_size
         for one, other in zip(a.infolist(), b.infolist(), strict=True):
             assert (one.filename, one.header_offset) == (other.filename, other.header_offset)
-            if not one.filename.endswith("serialization_id"):
-                assert one.CRC == other.CRC
-                assert a.read(one) == b.read(other)
-    found = torch.load(ours, weights_only=True, mmap=mmap)
-    assert all(torch.equal(found[name], state[name]) for name in state)
-    assert found["head"].data_ptr() == found["embedding"].data_ptr()
-    assert all(place.storage_offset % 64 == 0 for place in formats.read(ours))
+            assert one.filename.endswith("serialization_id") or a.read(one) == b.read(other)
+    assert torch.load(ours, mmap=True).keys() == {*STATE, "head"}
 
 
 @pytest.mark.parametrize("fmt", ["pt", "safetensors"])
@@ -251,17 +218,26 @@ def test_pieces_of_another_length_are_refused(tmp_path: Path, numel: int, fmt: s
         write(fmt, tmp_path / "model", plans, lambda _: [torch.zeros(numel)])
 
 
-@pytest.mark.parametrize(("first_s", "most"), [(0.0, 999), (0.2, 9)])
-def test_the_first_error_stops_the_jobs_that_wait(first_s: float, most: int) -> None:
-    done: list[int] = []
+def test_the_first_error_stops_the_jobs_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also amidst a job that began before."""
+    done, noticed = list[int](), Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, *arguments: Any, **options: Any) -> None:
+            noticed.set()
+            super().shutdown(*arguments, **options)
+
+    def begin() -> None:
+        noticed.wait(60)
 
     def work() -> None:
-        time.sleep(0.001)
+        time.sleep(0.01)
         done.append(1)
 
     def fail() -> None:
         raise OSError("disk full")
 
+    monkeypatch.setattr(writing, "ThreadPoolExecutor", Pool)
     with pytest.raises(OSError, match="disk full"):
-        run_parallel([lambda: time.sleep(first_s), fail] + [work] * 1000)
-    assert len(done) <= most
+        run_parallel([begin, fail] + [work] * 1000)
+    assert len(done) < 1000

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,19 @@ from weighin.suite.chosen_models import ChosenModels, choose
 TENSORS = {"a": torch.zeros(3, 2), "b": torch.zeros(2)}
 
 
-def chosen(name: str, **options: object) -> ChosenModels:
+def chosen(name: object, **options: object) -> ChosenModels:
     return choose(check_suite({"models": name, **options}))
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, which is also that of the user: a file w.pt, a folder of shards, and a module."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    torch.save(TENSORS, "w.pt")
+    write_shards(Path("shards"))
+    Path("mine.py").write_text("def build(): ...\n")
     return tmp_path
 
 
@@ -38,67 +44,51 @@ def write_shards(folder: Path, stem: str = "model") -> None:
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("name", ["w.pt", "./w.pt", "from:w.pt", "w.safetensors", "./odd"])
+@pytest.mark.parametrize(
+    "name", ["w.pt", "./w.pt", "from:w.pt", "~/w.pt", "from:~/w.pt", "w.safetensors", "./odd"]
+)
 def test_a_file_is_a_model_of_its_tensors(name: str) -> None:
-    torch.save(TENSORS, "w.pt")
     shutil.copy("w.pt", "odd")
     save_file(TENSORS, "w.safetensors")
     found = chosen(name)
-    path = Path(name.removeprefix("from:"))
+    path = Path(name.removeprefix("from:")).expanduser()
     assert found.checkpoint == path
     assert [(spec.name, spec.builder) for spec in found.specs] == [(path.name, SYNTHESISED)]
     assert list(found.dtypes.values()) == ["float32"]
 
 
 @pytest.mark.parametrize("name", ["shards", "shards/model.safetensors.index.json", "from:shards"])
-def test_an_index_stands_for_its_folder(here: Path, name: str) -> None:
-    write_shards(here / "shards")
-    (here / "m.py").write_text("def build(): ...\n")
+def test_an_index_stands_for_its_folder(name: str) -> None:
     found = chosen(name)
     assert (found.checkpoint, found.specs[0].name) == (Path("shards"), "shards")
-    assert chosen("m:build", checkpoint=Path(name.removeprefix("from:"))).checkpoint == Path(
-        "shards"
-    )
-
-
-def test_a_home_folder_is_found(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(here))
-    torch.save(TENSORS, "w.pt")
-    for name in ("~/w.pt", "from:~/w.pt"):
-        assert chosen(name).checkpoint == here / "w.pt"
+    of_builder = chosen("mine:build", checkpoint=Path(name.removeprefix("from:")))
+    assert of_builder.checkpoint == Path("shards")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_part_of_a_pipeline_is_a_model_of_diffusers(here: Path, sharded: bool) -> None:
-    folder = here / "unet"
+def test_a_part_of_a_pipeline_is_a_model_of_diffusers(sharded: bool) -> None:
+    one = Path("unet/diffusion_pytorch_model.safetensors")
     if sharded:
-        write_shards(folder, "diffusion_pytorch_model")
+        write_shards(one.parent, "diffusion_pytorch_model")
     else:
-        folder.mkdir()
-        save_file(TENSORS, folder / "diffusion_pytorch_model.safetensors")
-    (folder / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+        one.parent.mkdir()
+        save_file(TENSORS, one)
+    Path("unet/config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
     found = chosen("unet/")
     assert found.specs[0].builder == DIFFUSERS.builder and [*found.dtypes.values()] == ["float32"]
     assert chosen("from:unet/").specs[0].builder == SYNTHESISED
-    one = Path("unet/diffusion_pytorch_model.safetensors")
     assert found.checkpoint == (Path("unet") if sharded else one)
 
 
-def test_a_built_in_name_comes_before_a_path_of_the_same_name(here: Path) -> None:
-    write_shards(here / "gpt2-tiny")
+def test_a_built_in_name_comes_before_a_path_of_the_same_name() -> None:
+    write_shards(Path("gpt2-tiny"))
     assert chosen("gpt2-tiny").checkpoint is None
     assert chosen("./gpt2-tiny").checkpoint == Path("gpt2-tiny")
 
 
-@pytest.mark.parametrize(
-    "name", ["gone.safetensors", "../gone", "/gone/x", "~/gone", "here/gone", "a/b/c"]
-)
-def test_a_missing_path_is_no_name(here: Path, name: str) -> None:
-    (here / "here").mkdir()
-    assert refused(chosen, name) == f"{name}: no such file or folder\ncheck the path"
-
-
-def test_what_cannot_be_a_path_is_an_id_of_the_hub(here: Path) -> None:
+def test_a_missing_path_is_no_name_and_another_name_an_id_of_the_hub(here: Path) -> None:
+    for name in ("gone.safetensors", "../gone", "/gone/x", "~/gone", "shards/gone", "a/b/c"):
+        assert refused(chosen, name) == f"{name}: no such file or folder\ncheck the path"
     assert refused(chosen, "Some/Model") == (
         f"Some/Model is not in the Hub's cache {here}/hub, and weighin downloads no model\n"
         "hf download Some/Model"
@@ -106,20 +96,17 @@ def test_what_cannot_be_a_path_is_an_id_of_the_hub(here: Path) -> None:
 
 
 def test_a_file_takes_no_arguments() -> None:
-    torch.save(TENSORS, "w.pt")
     for name in ("w.pt", "from:w.pt"):
         assert f"{name} takes no arguments" in refused(chosen, name, kwargs={"width": 2})
     mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
-    suite = check_suite({"models": [mine, "gpt2-tiny"], "key": "a"})
-    assert "but each model has one of its own" in refused(choose, suite)
+    said = refused(chosen, [mine, "gpt2-tiny"], key="a")
+    assert "but each model has one of its own" in said
 
 
 def test_each_model_of_a_suite_may_have_weights_and_a_dtype_of_its_own() -> None:
-    torch.save(TENSORS, "w.pt")
     torch.save(TENSORS, "v.pt")
-    w = {"name": "w", "checkpoint": "w.pt", "builder": "torch.nn:Module"}
-    v = {"name": "v", "checkpoint": "v.pt", "builder": "torch.nn:Module", "dtype": "bf16"}
-    found = choose(check_suite({"models": ["gpt2-tiny", w, v]}))
+    w: dict[str, Any] = {"name": "w", "checkpoint": "w.pt", "builder": "torch.nn:Module"}
+    found = chosen(["gpt2-tiny", w, w | {"name": "v", "checkpoint": "v.pt", "dtype": "bf16"}])
     assert found.checkpoint is None
     assert found.checkpoints == {"w": Path("w.pt"), "v": Path("v.pt")}
     assert found.dtypes == {"gpt2-tiny": "float32", "w": "float32", "v": "bfloat16"}
@@ -148,29 +135,26 @@ def test_a_path_is_no_id_of_the_hub_in_python_either(here: Path) -> None:
         ("~nobody-of-this-name/x", "Could not determine home directory."),
         ("x" * 300, "File name too long"),
     ],
+    ids=["null", "home", "long"],
 )
-def test_a_path_that_cannot_exist_is_refused(here: Path, name: str, why: str) -> None:
+def test_a_path_that_cannot_exist_is_refused(name: str, why: str) -> None:
     for act in (load_pretrained, chosen, lambda path: registry.weights_of(Path(path))):
         assert refused(act, name).startswith(f"{name}: cannot be read: {why}\n")
     said = refused(load_streaming, torch.nn.Linear(2, 2), name)
     assert said == f"{name}: no such file or folder\ncheck the path"
 
 
-def test_a_folder_in_a_dtype_that_no_cell_has_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_a_dtype_that_no_cell_has_is_refused() -> None:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float64"}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    save_file({"model.norm.weight": torch.zeros(2)}, tmp_path / "model/model.safetensors")
-    assert refused(chosen, str(tmp_path / "model")) == (
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.zeros(2)}, "model/model.safetensors")
+    assert refused(chosen, "./model") == (
         "model has the dtype float64, but weighin cannot load a model in this dtype\n"
         "choose another dtype for the loaded model: --dtype float32, bfloat16 or float16"
     )
 
 
-def test_the_current_folder_is_searched_for_modules_only_if_a_model_is_named_in_one(
-    here: Path,
-) -> None:
-    torch.save(TENSORS, "w.pt")
+def test_the_current_folder_is_searched_only_for_a_model_of_a_module(here: Path) -> None:
     assert (chosen("gpt2-tiny").python_path, chosen("w.pt").python_path) == ((), ())
-    (here / "mine.py").write_text("def build(): ...")
     assert str(here) in chosen("mine:build").python_path

@@ -94,24 +94,3 @@ def test_harm_is_named_and_does_none(
     assert not given.proof.exists()
     inside = [Path(os.path.normpath(one)) for one in opened if str(tmp_path) in one]
     assert all(tmp_path / "given" in one.parents for one in inside)
-
-
-KEYS = {"climbing": "../../x", "absolute": "/etc/passwd", "empty": "", "long": "x" * 10_000}
-
-
-@pytest.mark.parametrize("layout", DATA)
-@pytest.mark.parametrize("kind", KEYS)
-def test_a_key_is_a_name_and_never_a_path(tmp_path: Path, layout: str, kind: str) -> None:
-    key, path = KEYS[kind], tmp_path / "in" / f"m{suffix_of(layout)}"
-    path.parent.mkdir()
-    write_state(path, layout, {key: torch.full((3,), 5.0), "b": torch.full((2,), 5.0)})
-    assert [one.name for one in formats.read(path)] == [key, "b"]
-    message = complaint(load_streaming, torch.nn.Linear(1, 1), path).message
-    assert message.startswith(f"{path}: does not fit this model, keys: ")
-    assert key[:100] in message
-    assert len(message) < 1000
-    for fmt in ("per_param", "per_module", "sharded"):
-        Conversion(path, tmp_path / fmt, fmt, verify=True).write()
-        assert [one.name for one in formats.read(tmp_path / fmt)] == [key, "b"]
-        assert all(one.parent == tmp_path / fmt for one in (tmp_path / fmt).rglob("*"))
-    assert {one.name for one in tmp_path.iterdir()} == {"in", "per_param", "per_module", "sharded"}

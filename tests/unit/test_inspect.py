@@ -4,16 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from snapshots import Compare
+from typed_here import typed
 
 from weighin.checkpoint import inspect
 from weighin.checkpoint.inspect import expected
-from weighin.cli.app import app
 from weighin.stream import formats
 from weighin.stream.folders import MAX_SHARD_BYTES
 from weighin.stream.slices import TensorPlan
@@ -35,10 +33,10 @@ def make(path: Path, layout: str, plans: list[TensorPlan] = PLANS) -> Path:
     return path
 
 
-def run(*arguments: str) -> str:
-    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["inspect", *arguments])
-    assert result.exit_code == 0, result.output
-    return result.output
+def run(*arguments: object) -> str:
+    code, said = typed("inspect", *arguments, columns=100)
+    assert code == 0, said
+    return said
 
 
 @pytest.mark.parametrize("layout", formats.NAMES)
@@ -59,13 +57,12 @@ def test_every_layout_is_inspected_alike(tmp_path: Path, layout: str) -> None:
 
 def test_a_note_is_printed_once(tmp_path: Path) -> None:
     torch.save({"slice": torch.zeros(100)[:10]}, path := tmp_path / "m.pt")
-    assert " ".join(run(str(path)).split()).count("of the files belong to no tensor") == 1
+    assert " ".join(run(path).split()).count("of the files belong to no tensor") == 1
 
 
 def test_a_long_table_shows_its_ends(tmp_path: Path) -> None:
     plans = [TensorPlan(f"t{number:03}", (number,), torch.uint8) for number in range(821)]
-    path = str(make(tmp_path / "m.safetensors", "safetensors", plans))
-    text = run(path)
+    text = run(path := make(tmp_path / "m.safetensors", "safetensors", plans))
     assert "... 801 more (--all)" in text
     assert [f"t{n:03}" in text for n in (0, 9, 10, 810, 811)] == [True, True, False, False, True]
     everything = run(path, "--all")
@@ -80,9 +77,8 @@ def test_of_many_files_with_long_names_it_says_how_many_more(tmp_path: Path) -> 
 
 
 def test_a_name_can_neither_colour_nor_break_the_terminal(tmp_path: Path) -> None:
-    name = "[red]\x1b[31m\r\n" + "x" * 10_000
-    plans = [TensorPlan(name, (1,), torch.uint8)]
-    text = run(str(make(tmp_path / "m.safetensors", "safetensors", plans)))
+    plans = [TensorPlan("[red]\x1b[31m\r\n" + "x" * 10_000, (1,), torch.uint8)]
+    text = run(make(tmp_path / "m.safetensors", "safetensors", plans))
     assert "\x1b" not in text
     assert "[red]?[31m" in text
     assert len(text) < 10_000
@@ -103,27 +99,17 @@ def test_of_a_file_of_100_gib_hardly_anything_is_read_and_without_torch(tmp_path
     assert int(done.stdout) < 2 * MIB  # modules that are imported late, too
 
 
-def test_the_header_of_each_shard_is_opened_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(5):
-        plans = [TensorPlan(f"w{number}", (4,), torch.float32)]
-        make(tmp_path / f"model-{number}.safetensors", "safetensors", plans)
+def test_the_header_of_each_shard_is_opened_once(tmp_path: Path, opened: list[str]) -> None:
     shards = {f"w{number}": f"model-{number}.safetensors" for number in range(5)}
+    for name, shard in shards.items():
+        make(tmp_path / shard, "safetensors", [TensorPlan(name, (4,), torch.float32)])
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": shards}))
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    opened, whole = [], Path.open
-
-    def watched(path: Path, *arguments: Any, **options: Any) -> Any:
-        opened.append(path.name)
-        return whole(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", watched)
-    assert "5 tensors" in run(str(tmp_path))
-    assert sorted(name for name in opened if name.endswith(".safetensors")) == sorted(
-        shards.values()
-    )
+    del opened[:]
+    assert "5 tensors" in run(tmp_path)
+    headers = [Path(file).name for file in opened if file.endswith(".safetensors")]
+    assert sorted(headers) == sorted(shards.values())
 
 
 def test_expected_peaks_are_the_arithmetic_of_the_docstrings(same: Compare) -> None:

@@ -106,9 +106,7 @@ def ties(model: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize("number", [*range(min(DRAWS, 3)), *nightly(*range(3, DRAWS))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ties_and_values_are_those_of_from_pretrained(
-    tmp_path: Path, kind: str, number: int
-) -> None:
+def test_ties_are_those_of_from_pretrained(tmp_path: Path, kind: str, number: int) -> None:
     draw = random.Random(f"{kind}-{number}")
     chosen = pretrained_class(kind)
     sizes = draw.sample((64, 96, 128), draw.choice((1, 1, 2)))

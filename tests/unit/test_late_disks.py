@@ -1,11 +1,10 @@
 """A disk that answers late is read by many threads, in small reads, with no more buffers than others."""
 
+import copy
 import itertools
 import math
 import os
 import threading
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from model_differences import differences
 from safetensors.torch import save_file
 from torch import nn
 
@@ -35,30 +35,26 @@ LATE_MS = (20, 21)
 LATE = choose(20 * MS, 21 * MS)
 
 
-@pytest.mark.parametrize(
-    ("small_ns", "sample_ns", "threads", "piece_kib"),
-    [
-        (52_000, 52_000, 16, 512),  # a local SSD
-        (499_999, 499_999, 16, 512),  # just in time
-        (8 * MS, 300_000, 16, 512),  # late once, by chance
-        (1 * MS, 1_300_000, 16, 504),
-        (2 * MS, 2_500_000, 32, 248),
-        (5 * MS, 5_200_000, 64, 120),
-        (20 * MS, 20 * MS, 64, 120),
-        (600_000, 30 * MS, 64, 120),  # slow, not only late
-    ],
-)
-def test_the_first_reads_choose_the_readers(
-    small_ns: int, sample_ns: int, threads: int, piece_kib: int
-) -> None:
-    chosen = choose(small_ns, sample_ns)
-    assert (chosen.threads, chosen.piece_bytes) == (threads, piece_kib * KIB)
+CHOICES = [  # the times of a small and of a larger read in ms, and threads and KiB of a piece
+    (0.052, 0.052, 16, 512),  # a local SSD
+    (0.499, 0.499, 16, 512),  # just in time
+    (8, 0.3, 16, 512),  # late once, by chance
+    (1, 1.3, 16, 504),
+    (2, 2.5, 32, 248),
+    (5, 5.2, 64, 120),
+    (20, 20, 64, 120),
+    (0.6, 30, 64, 120),  # slow, not only late
+]
+
+
+def test_the_first_reads_choose_the_readers() -> None:
+    for small_ms, sample_ms, threads, piece_kib in CHOICES:
+        chosen = choose(round(small_ms * MS), round(sample_ms * MS))
+        assert (chosen.threads, chosen.piece_bytes) == (threads, piece_kib * KIB)
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**12))
-def test_the_buffers_of_all_threads_are_largest_for_a_disk_in_time(
-    small_ns: int, sample_ns: int
-) -> None:
+def test_buffers_are_largest_for_a_disk_in_time(small_ns: int, sample_ns: int) -> None:
     chosen = choose(small_ns, sample_ns)
     assert chosen.threads * chosen.piece_bytes <= DISK_THREADS * PIECE_BYTES
     assert chosen.piece_bytes % 4096 == 0 < chosen.piece_bytes
@@ -93,11 +89,15 @@ class Layers(nn.Module):
         self.register_buffer("steps", torch.arange(100_003))
 
 
+def seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return Layers()
+
+
 @pytest.fixture(scope="module", params=["pt", "safetensors"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("late") / f"model.{request.param}"
-    torch.manual_seed(0)
-    state = Layers().state_dict()
+    state = seeded().state_dict()
     if request.param == "pt":
         torch.save(state, path)
     else:
@@ -122,83 +122,59 @@ def answering(monkeypatch: pytest.MonkeyPatch, *times_ms: float) -> list[tuple[i
     return looks
 
 
-CASES = [
-    ("cold", "fresh memory", None, "all"),
-    ("cold", "fresh memory", torch.bfloat16, "tensor"),
-    ("cold", "fresh memory", torch.float64, "all"),
-    ("cold", "memory that is there", None, "tensor"),
-    ("cold", "memory that is there", torch.bfloat16, "all"),
-    ("cold", "memory that is there", torch.float64, "tensor"),
-    ("cached", "fresh memory", None, "tensor"),
-    ("cached", "memory that is there", torch.bfloat16, "all"),
-]
-
-
-@pytest.mark.parametrize(("state", "memory", "dtype", "granularity"), CASES)
+@pytest.mark.parametrize(("state", "looks"), [("cold", 2), ("cached", 0)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("model", [Layers, Layers()], ids=["fresh memory", "memory that is there"])
 def test_a_model_from_a_late_disk_is_right(
-    saved: Path, granularity: Granularity, dtype: torch.dtype | None,
-    memory: str, state: str, monkeypatch: pytest.MonkeyPatch,
+    saved: Path, model: Any, dtype: torch.dtype | None, state: str, looks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    torch.manual_seed(0)
-    right = Layers().state_dict()
-    looks = answering(monkeypatch, *LATE_MS)
+    right, looked = seeded().to(dtype or torch.float32), answering(monkeypatch, *LATE_MS)
     monkeypatch.setattr(page_cache, "cached_share", lambda *_: float(state == "cached"))
-    model = Layers if memory == "fresh memory" else Layers()
-    found = load_streaming(model, saved, dtype=dtype, granularity=granularity).state_dict()
-    for name, tensor in right.items():
-        wanted = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-        assert torch.equal(found[name], wanted), name
-    assert len(looks) == 2 * (state == "cold")
+    granularity: Granularity = "tensor" if state == "cold" else "all"
+    found = load_streaming(copy.deepcopy(model), saved, dtype=dtype, granularity=granularity)
+    assert differences(found, right) == []
+    assert len(looked) == looks
 
 
 class Flights:
-    """Counts the reads under way, and keeps each of them until as many as awaited are.
+    """Counts the reads under way beside the main thread, which makes the first ones, and keeps each of
+    them until as many as awaited are."""
 
-    The first reads of a load, which the main thread makes, take the latency.
-    """
+    def __init__(self, awaited: int) -> None:
+        self.most, self._now, self._awaited = 0, 0, awaited
+        self._changed, self._preadv = threading.Condition(), os.preadv
 
-    def __init__(self, awaited: int, latency_s: float) -> None:
-        self.most, self._now = 0, 0
-        self._awaited, self._latency_s = awaited, latency_s
-        self._changed = threading.Condition()
-        self._preadv = os.preadv
-
-    def preadv(self, file: int, buffers: Sequence[Any], offset: int) -> int:
+    def preadv(self, *read: Any) -> int:
+        if threading.current_thread() is threading.main_thread():
+            return self._preadv(*read)
         with self._changed:
             self._now += 1
             self.most = max(self.most, self._now)
             self._changed.notify_all()
-            first = threading.current_thread() is threading.main_thread()
-            if not first:
-                self._changed.wait_for(lambda: self.most >= self._awaited, timeout=60)
-        if first:
-            time.sleep(self._latency_s)
-        try:
-            return self._preadv(file, buffers, offset)
-        finally:
-            with self._changed:
-                self._now -= 1
+            self._changed.wait_for(lambda: self.most >= self._awaited, timeout=60)
+        done = self._preadv(*read)
+        with self._changed:
+            self._now -= 1
+        return done
 
 
-@pytest.mark.parametrize(
-    ("latency_s", "under_way"), [(0.0, 16), (0.02, 64)], ids=["at once", "late"]
-)
-def test_many_reads_are_under_way_at_once_if_the_disk_answers_late(
-    latency_s: float, under_way: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("times_ms", "under_way"), [((0.06,), 16), (LATE_MS, 64)])
+def test_many_reads_are_under_way_if_the_disk_answers_late(
+    times_ms: tuple[float, ...], under_way: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, count = tmp_path / "model.safetensors", 2896  # 32 MiB
     save_file({"weight": torch.zeros(count, count)}, path)
     monkeypatch.setattr(filling, "READ_BYTES", MIB)
     monkeypatch.setattr(page_cache, "cached_share", lambda *_: 0.0)
-    if not latency_s:  # as most disks do; but nobody knows how busy this one is
-        answering(monkeypatch, 0.06)
-    flights = Flights(under_way, latency_s)
+    answering(monkeypatch, *times_ms)
+    flights = Flights(under_way)
     monkeypatch.setattr(os, "preadv", flights.preadv)
     load_streaming(lambda: nn.Linear(count, count, bias=False), path)
     assert flights.most == under_way
 
 
-def test_the_headers_of_a_zip_file_are_read_at_once_from_a_late_disk(
+def test_headers_of_a_zip_file_on_a_late_disk_are_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model.pt"
@@ -235,20 +211,10 @@ def test_many_files_are_read_at_once_if_the_first_was_late(monkeypatch: pytest.M
     assert set(names) == {threading.current_thread().name}
 
 
-def test_a_file_is_opened_once_for_all_formats_that_look_at_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_opened_once_for_all_formats(tmp_path: Path, opened: list[str]) -> None:
     path = tmp_path / "model.safetensors"
-    save_file({"weight": torch.zeros(3)}, path)
-    opened: list[Path] = []
-    opening = Path.open
-
-    def noting(path: Path, *how: Any, **more: Any) -> Any:
-        opened.append(path)
-        return opening(path, *how, **more)
-
-    monkeypatch.setattr(Path, "open", noting)
-    formats.read(path)
-    assert opened == [path]
-    save_file({"other": torch.zeros(3)}, path)  # nothing is remembered until the next load
-    assert [one.name for one in formats.read(path)] == ["other"]
+    for name in ("weight", "other"):  # nothing is remembered until the next load
+        save_file({name: torch.zeros(3)}, path)
+        del opened[:]
+        assert [one.name for one in formats.read(path)] == [name]
+        assert opened.count(str(path)) == 1

@@ -1,9 +1,10 @@
 """Each strategy that reads safetensors gives the model's own values, where its package is installed."""
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from safetensors.torch import save_model
 from torch._C._distributed_c10d import HashStore
 
 from weighin.cell import ModelSpec
+from weighin.probes import page_cache
 from weighin.suite import registry
+from weighin.units import MIB
 from weighin.worker.loading import Load, import_strategy
 
 READERS = [
@@ -38,24 +41,10 @@ class Tied(torch.nn.Module):
         self.register_buffer("table", torch.arange(3.0), persistent=False)
 
 
-class Marks:
-    def phase(self, _name: str) -> Any:
-        return nullcontext()
-
-
 def job(checkpoint: Path, dtype: torch.dtype = torch.float32) -> Load:
     spec = ModelSpec("Tied", "test_loaders:Tied")
-    return Load(checkpoint, torch.device("cpu"), dtype, {}, spec, Tied, Marks())
-
-
-@pytest.fixture(name="checkpoint")
-def _checkpoint(tmp_path: Path) -> tuple[Path, Tied]:
-    torch.manual_seed(1)
-    model = Tied()
-    save_model(
-        model, str(path := tmp_path / "model.safetensors"), {"format": "pt"}
-    )  # for accelerate
-    return path, model
+    marks: Any = SimpleNamespace(phase=lambda _name: nullcontext())
+    return Load(checkpoint, torch.device("cpu"), dtype, {}, spec, Tied, marks)
 
 
 @pytest.fixture
@@ -69,13 +58,12 @@ def _group() -> Iterator[None]:
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", READERS)
-def test_a_strategy_loads_the_right_values(
-    name: str, dtype: torch.dtype, checkpoint: tuple[Path, Tied]
-) -> None:
-    info = registry.strategy(name)
+def test_a_strategy_loads_the_right_values(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    info, path = registry.strategy(name), tmp_path / "model.safetensors"
     if info.missing:
         pytest.skip(f"{name} {info.missing}")
-    path, right = checkpoint
+    torch.manual_seed(1)
+    save_model(right := Tied(), str(path), {"format": "pt"})  # for accelerate
     model = import_strategy(info.path)(job(path, dtype))
     vars(model).pop("hf_device_map", None)  # accelerate notes in the model where its parts are
     assert differences(model, right.to(dtype)) == []
@@ -89,23 +77,17 @@ class Refusing(mmap.mmap):
         raise OSError(22, "Invalid argument")
 
 
-def prefetch() -> Callable[..., None]:
-    function: Callable[..., None] = import_strategy(registry.strategy("prefetch_mmap").path).__globals__["prefetch"]  # fmt: skip
-    return function
-
-
 @tried_again(EVICTED)
 @pytest.mark.parametrize("mapping", [mmap.mmap, Refusing])
 def test_a_prefetch_leaves_the_file_in_the_page_cache(
     mapping: type[mmap.mmap], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weighin.probes import page_cache
-
-    (path := tmp_path / "file").write_bytes(bytes(5 * 1024**2))
+    (path := tmp_path / "file").write_bytes(bytes(5 * MIB))
     if page_cache.drop([path]) != 0:
         pytest.skip("this file system keeps a file's pages")
+    strategy: Any = import_strategy(registry.strategy("prefetch_mmap").path)
     monkeypatch.setattr(mmap, "mmap", mapping)
-    prefetch()(path, window_bytes=2 * 1024**2)
+    strategy.__globals__["prefetch"](path, window_bytes=2 * MIB)
     cached = page_cache.cached([path])
     assert cached is not None
-    assert mapping is Refusing or cached == 5 * 1024**2  # advice alone reads in the background
+    assert mapping is Refusing or cached == 5 * MIB  # advice alone reads in the background

@@ -87,17 +87,16 @@ def test_attention_sees_no_later_token() -> None:
 
 
 def test_every_model_file_has_its_own_name_and_a_builder() -> None:
+    of_transformers = set()
     for path in CONFIGS.glob("*.yaml"):
         assert path.read_text().startswith("# ")
         config = yaml.safe_load(path.read_text())
         assert set(config) == {"name", "builder", "kwargs", "description"}
         assert config["name"] == path.stem
         resolve_builder(config["builder"])
-
-
-def test_every_model_of_transformers_has_a_published_size() -> None:
-    names = {path.stem for path in CONFIGS.glob("*.yaml")}
-    assert {name for name in names if registry.model(name).builder == BUILDER} == set(PUBLISHED)
+        if config["builder"] == BUILDER:
+            of_transformers.add(path.stem)
+    assert of_transformers == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
