@@ -1,18 +1,15 @@
 """Every command in README and docs has a verb, arguments and options that weighin knows and uses."""
 
 import re
+from pathlib import Path
 
 import click
 import pytest
-from documented import ROOT, commands, pages, words
+from documented import ROOT, commands, words
 
 from weighin.cli import _options
 from weighin.cli.app import app
-from weighin.settings.definition import Settings
-
-_RENAMED = ("--class", "--grace", "--label", "--mount")
-"""Options of before whose setting has another name."""
-_OF_OTHERS = ("benchmarks", "tests")  # folders whose pages name options of other programs
+from weighin.settings.definition import COMMANDS, read_suite
 
 
 @pytest.mark.parametrize(("page", "command"), commands())
@@ -37,15 +34,14 @@ def test_many_commands_are_documented() -> None:
     assert len(commands()) > 30
 
 
-def test_prose_names_no_option_that_is_only_a_key_now() -> None:
-    known = {name for verb in app.commands.values() for one in verb.params for name in one.opts}
-    keys = {f"--{key.replace('_', '-')}" for key in Settings.model_fields}
-    found = {
-        f"{page.relative_to(ROOT)}: {option}"
-        for page in pages()
-        if page.parent.name not in _OF_OTHERS
-        for span in re.findall(r"`((?:weighin |--)[^`\n]*)`", page.read_text())
-        for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", span)
-        if option in {*keys, *_RENAMED} - known
-    }
-    assert not found
+def test_the_examples_of_suites_are_suites(tmp_path: Path) -> None:
+    examples = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/suites.md").read_text(), re.DOTALL)
+    mine, commands = examples
+    path = tmp_path / "suite.yaml"
+    path.write_text(mine)
+    assert len(read_suite(path).models) == 3
+    path.write_text(commands)
+    train, load = read_suite(path, COMMANDS).commands
+    assert train.command == ["python", "train.py", "--epochs", "1"]
+    assert train.marks == [r"epoch \d+"]
+    assert (load.cold, load.environment) == (["weights.pt"], {"OMP_NUM_THREADS": "1"})

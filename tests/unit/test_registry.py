@@ -1,10 +1,8 @@
 """Names to files: strategies are read, never run, and never imported."""
 
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +28,10 @@ def load(job):
 '''
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    def write(text: str, name: str = "mine.py") -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return write
+def write(text: str, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
 
 
 READ: dict[str, tuple[bytes, dict[str, Any]]] = {
@@ -59,58 +52,11 @@ def test_a_strategy_is_read_without_running_it(name: str, tmp_path: Path) -> Non
     assert registry.read_strategy(path) == registry.StrategyInfo("mine", path, **defaults | wanted)
 
 
-FILE = "for a file of your own: --strategies ./mine.py"
-UNKNOWN: list[tuple[str, str, str, Callable[[str], object], Callable[[], Iterable[str]], str]] = [
-    ("strategy", "mmap_asign", "mmap_assign", registry.strategy, registry.strategies, FILE),
-    ("strategy for saves", "torch_safe", "torch_save", partial(registry.strategy, operation="save"), partial(registry.strategies, "save"), FILE),
-    ("model", "gpt2-xxl", "gpt2-xl", registry.model, registry.models, "for any other model: ./FILE, ./FOLDER, or --model package.module:callable"),
-    ("suite", "saveing", "saving", registry.suite_file, registry.suites, "for a file of your own: --suite ./mine.yaml"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "nearest", "find", "known", "own"), UNKNOWN, ids=[row[0] for row in UNKNOWN]
-)
-def test_an_unknown_name_gets_the_nearest_and_all_that_are_known(
-    kind: str,
-    name: str,
-    nearest: str,
-    find: Callable[[str], object],
-    known: Callable[[], Iterable[str]],
-    own: str,
-) -> None:
-    assert refused(find, name) == (
-        f"no {kind} is called {name!r}\n"
-        f"did you mean {nearest!r}? known: {', '.join(sorted(known()))}; {own}"
-    )
-
-
-def test_a_path_without_a_file_and_a_folder_are_no_strategies(tmp_path: Path) -> None:
-    gone = tmp_path / "gone.py"
-    assert refused(registry.strategy, str(gone)) == (
-        f"the strategy {gone}: no such file or folder\ncheck the path"
-    )
-    assert refused(registry.strategy, f"{tmp_path}/") == (
-        f"cannot read the strategy {tmp_path}: Is a directory"
-    )
-
-
-def test_a_path_is_a_strategy_of_its_own(
-    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(WHOLE)
+def test_a_path_is_a_strategy_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(WHOLE, tmp_path / "mine.py")
     monkeypatch.chdir(path.parent)
     assert registry.strategy("./mine.py").path == path
     assert registry.strategy("mine.py").name == "mine"
-
-
-def test_listing_imports_neither_torch_nor_a_strategy() -> None:
-    code = (
-        "import sys; from weighin.suite import registry; registry.strategies(); registry.models();"
-        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'strategies')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 @pytest.fixture
@@ -145,22 +91,20 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return install
 
 
-def test_an_installed_package_offers_a_strategy(
-    ours: Path, install: Callable[[str], Path], write: Callable[..., Path]
-) -> None:
+def test_an_installed_package_offers_a_strategy(ours: Path, install: Callable[[str], Path]) -> None:
     site = install("fast_one")
-    path = write(WHOLE, f"{site}/fast_one.py")
+    path = write(WHOLE, site / "fast_one.py")
     assert registry.strategies()["fast_one"].path == path
     assert registry.strategy("fast_one").formats == ("safetensors", "pt")
     assert "fast_one" not in sys.modules
 
 
 def test_not_even_the_package_around_a_strategy_is_imported(
-    ours: Path, install: Callable[[str], Path], write: Callable[..., Path]
+    ours: Path, install: Callable[[str], Path]
 ) -> None:
     site = install("fastload.ways.fast_two")
-    write('raise RuntimeError("imported")', f"{site}/fastload/__init__.py")
-    write(WHOLE, f"{site}/fastload/ways/fast_two.py")  # a namespace package in between
+    write('raise RuntimeError("imported")', site / "fastload/__init__.py")
+    write(WHOLE, site / "fastload/ways/fast_two.py")  # a namespace package in between
     assert list(registry.strategies()) == ["fast_two"]
     assert "fastload" not in sys.modules
 
@@ -175,12 +119,10 @@ def test_an_entry_point_into_nothing(
     )
 
 
-def test_two_strategies_of_one_name(
-    ours: Path, install: Callable[[str], Path], write: Callable[..., Path]
-) -> None:
+def test_two_strategies_of_one_name(ours: Path, install: Callable[[str], Path]) -> None:
     site = install("baseline")
     (ours / "baseline.py").write_text(WHOLE)
-    write(WHOLE, f"{site}/baseline.py")
+    write(WHOLE, site / "baseline.py")
     assert refused(registry.strategies) == (
         f"two strategies are called 'baseline': {ours}/baseline.py and {site}/baseline.py\n"
         "rename one of the files: a strategy's name is its file's name"
@@ -217,9 +159,9 @@ def test_all_of_ours_are_there_and_each_says_what_it_does() -> None:
     ids=["one", "none", "undeclared"],
 )
 def test_a_strategy_takes_the_options_that_its_file_declares(
-    text: str, known: str, write: Callable[..., Path]
+    text: str, known: str, tmp_path: Path
 ) -> None:
-    info = registry.read_strategy(write(f"{text}\ndef load(job): ...\n"))
+    info = registry.read_strategy(write(f"{text}\ndef load(job): ...\n", tmp_path / "mine.py"))
     info.check_options(known.split())
     said = refused(info.check_options, ["thraeds"])
     assert said.startswith("no option of mine is called 'thraeds'\n")
@@ -258,8 +200,11 @@ def test_a_suite_by_its_name_from_any_folder(
     assert registry.suite_file("mine.yaml") == Path("mine.yaml")
 
 
-def test_each_suite_says_what_it_measures() -> None:
+def test_each_suite_says_what_it_measures_and_is_found_nearest_to_what_was_typed() -> None:
     assert all(read_mapping(path)["description"] for path in registry.suites().values())
+    assert refused(registry.suite_file, "saveing").startswith(
+        "no suite is called 'saveing'\ndid you mean 'saving'? known: after-the-load, "
+    )
 
 
 def test_a_name_that_would_move_the_cursor_is_cleaned_or_refused(tmp_path: Path) -> None:

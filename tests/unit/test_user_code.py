@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from factories import refused
 
 from weighin.cell import ModelSpec
-from weighin.errors import ConfigError
 from weighin.suite import registry, user_code
 
 
@@ -23,31 +23,18 @@ def written(path: Path) -> Path:
     return path
 
 
-def complaint(name: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        registry.model(name)
-    return str(caught.value)
-
-
-def test_a_file_is_a_module_of_its_folder(here: Path) -> None:
+def test_a_file_is_a_module_of_its_folder_or_of_its_package(here: Path) -> None:
     written(here / "deep/nets.py")
-    assert registry.model("deep/nets.py:build", {"width": 2}) == ModelSpec(
-        "build", "nets:build", {"width": 2}
-    )
-    assert user_code.import_path(["deep/nets.py:build", "gpt2-tiny"]) == (
-        str(here / "deep"),
-        str(here),
-    )
-
-
-def test_a_file_in_a_package_is_a_module_of_the_package(here: Path) -> None:
+    mine = ModelSpec("build", "nets:build", {"width": 2})
+    assert registry.model("deep/nets.py:build", {"width": 2}) == mine
+    found = user_code.import_path(["deep/nets.py:build", "gpt2-tiny"])
+    assert found == (str(here / "deep"), str(here))
     for name in ("src/mine/__init__.py", "src/mine/nets/__init__.py", "src/mine/nets/large.py"):
         written(here / name)
-    assert user_code.of_file("src/mine/nets/large.py:build") == (
-        "mine.nets.large:build",
-        here / "src",
-    )
-    assert user_code.of_file("src/mine/nets/__init__.py:build") == ("mine.nets:build", here / "src")
+    large = user_code.of_file("src/mine/nets/large.py:build")
+    assert large == ("mine.nets.large:build", here / "src")
+    package = user_code.of_file("src/mine/nets/__init__.py:build")
+    assert package == ("mine.nets:build", here / "src")
 
 
 def test_the_folders_of_pythonpath_that_exist_come_last(
@@ -65,15 +52,21 @@ NO_MODULE = (
 )
 
 
-def test_a_file_that_is_missing_or_cannot_be_imported_is_refused(here: Path) -> None:
-    assert complaint("nets.py:build") == (
-        "--model nets.py:build: there is no file nets.py\nname a Python file and a function in it:"
-        " --model path/nets.py:build"
-    )
-    written(here / "my-nets.py")
-    assert complaint("my-nets.py:build") == (f"--model my-nets.py:build: 'my-nets' {NO_MODULE}")
-    written(here / "queue.py")
-    assert complaint("queue.py:build") == f"--model queue.py:build: 'queue' {NO_MODULE}"
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gone", "there is no file gone.py\nname a Python file and a function in it: --model path/nets.py:build"),
+        ("my-nets", f"'my-nets' {NO_MODULE}"),
+        ("queue", f"'queue' {NO_MODULE}"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_missing_or_cannot_be_imported_is_refused(
+    here: Path, name: str, said: str
+) -> None:
+    if name != "gone":
+        written(here / f"{name}.py")
+    model = f"{name}.py:build"
+    assert refused(registry.model, model) == f"--model {model}: {said}"
 
 
 def test_the_file_of_a_builder_is_known_without_importing_it(here: Path) -> None:

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from factories import planned
+from factories import planned, refused
 
 from weighin.cell import FORWARD, NONE, USES, Cell, Job, ModelSpec, is_of_use, phase_of
-from weighin.errors import ConfigError, UnknownName
 from weighin.plan.start import foreign
 from weighin.plan.task import Planned
 from weighin.records.series import name_of
-from weighin.settings.definition import Settings, check_suite
+from weighin.settings.definition import Settings
 from weighin.suite.registry import chosen_uses, model, strategy
 from weighin.units import MIB
 from weighin.worker import uses
@@ -42,29 +41,12 @@ def test_each_use_is_a_cell_of_its_own() -> None:
 def test_a_use_is_in_the_name_of_its_series_and_forward_passes_keep_theirs() -> None:
     assert name_of(replace(CELL, use="adamw", passes=0)) == f"{name_of(CELL)} use=adamw"
     assert name_of(replace(CELL, passes=0)).endswith(" passes=0")
-    # A field with its default value is not in the hash: a new one renames no series.
-    assert CELL.series == "baseline-f44cc69a68"
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"passes": 0}, "--set passes: input should be greater than or equal to 1, got 0"),
-        ({"operation": "save", "uses": "write"}, "--use: it has no effect with operation save\nleave it out"),
-        ({"uses": []}, "--use: value should have at least 1 item after validation, not 0, got []"),
-    ],
-)  # fmt: skip
-def test_a_suite_refuses_uses_without_an_effect(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_suite({"models": "gpt2-tiny"} | asked)
-    assert str(refused.value) == message
 
 
 def test_a_use_is_a_name_or_a_file_of_the_users_own(tmp_path: Path) -> None:
     (file := tmp_path / "half.py").write_text(OWN)
     assert chosen_uses(["write", str(file)]) == {"write": "", "half": str(file)}
-    with pytest.raises(UnknownName, match="did you mean 'adamw'"):
-        chosen_uses(["adamv"])
+    assert "did you mean 'adamw'" in refused(chosen_uses, ["adamv"])
 
 
 @pytest.mark.parametrize(
@@ -77,9 +59,7 @@ def test_a_use_is_a_name_or_a_file_of_the_users_own(tmp_path: Path) -> None:
 )
 def test_an_own_file_must_be_a_use(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError) as refused:
-        chosen_uses([str(tmp_path / name)])
-    assert message in str(refused.value)
+    assert message in refused(chosen_uses, [str(tmp_path / name)])
 
 
 def test_the_file_of_an_own_use_is_foreign_code_of_a_plan(tmp_path: Path) -> None:
@@ -95,10 +75,9 @@ def test_the_file_of_an_own_use_is_foreign_code_of_a_plan(tmp_path: Path) -> Non
         ({"ranks": [2]}, "write", "the use write is measured in one process: --ranks 1"),
         ({"device": "cuda"}, "fork", "the use fork needs a model on the CPU"),
         ({"device": "cuda"}, "to-device", "the use to-device needs a model on the CPU"),
-        ({"ranks": [2]}, "forward", ""),
-        ({"device": "cuda"}, "adamw", ""),
+        ({"ranks": [2]}, "forward", ""), ({"device": "cuda"}, "adamw", ""),
     ],
-)
+)  # fmt: skip
 def test_a_use_that_cannot_follow_a_load_is_skipped_with_the_reason(
     changes: dict[str, Any], use: str, skip: str
 ) -> None:
@@ -129,10 +108,8 @@ class Mixed(torch.nn.Module):
         return {"out": self.line(x), "mask": self.mask}
 
 
-def given(
-    model: torch.nn.Module, use: str, inputs: Inputs | None = None, target: Path = Path()
-) -> uses.Done:
-    return uses.FUNCTIONS[use](model, inputs, target)
+def given(model: torch.nn.Module, use: str, inputs: Inputs | None = None) -> uses.Done:
+    return uses.FUNCTIONS[use](model, inputs, Path())
 
 
 def test_write_changes_every_parameter_and_buffer_of_any_type() -> None:
@@ -146,7 +123,7 @@ def test_a_step_trains_every_parameter_with_gradients_of_a_backward_pass(
 ) -> None:
     mixed = Mixed()
     before = {name: tensor.clone() for name, tensor in mixed.named_parameters()}
-    done = given(mixed, use, inputs=Inputs((torch.ones(2, 8),)))
+    done = given(mixed, use, Inputs((torch.ones(2, 8),)))
     assert done.gradients == "backward"
     assert isinstance(done.kept, torch.optim.Optimizer)
     for name, weight in mixed.named_parameters():
@@ -172,24 +149,20 @@ def test_a_model_without_weights_to_train_says_so() -> None:
 
 
 def test_the_other_uses_do_what_they_are_called(tmp_path: Path) -> None:
-    mixed = Mixed()
-    copied = given(mixed, "deepcopy").kept
-    assert (
-        isinstance(copied, Mixed) and copied.line.weight.data_ptr() != mixed.line.weight.data_ptr()
-    )
+    copied = given(mixed := Mixed(), "deepcopy").kept
+    assert isinstance(copied, Mixed)
+    assert copied.line.weight.data_ptr() != mixed.line.weight.data_ptr()
     given(mixed.to(torch.bfloat16), "to-float32")
     assert {weight.dtype for weight in mixed.parameters()} == {torch.float32}
-    given(mixed, "save", target=tmp_path)
+    uses.FUNCTIONS["save"](mixed, None, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_an_own_use_gets_the_model_and_its_answer_is_kept(tmp_path: Path) -> None:
     (file := tmp_path / "half.py").write_text(OWN)
     job = Job(replace(CELL, use="half"), "", "", "", use_path=str(file))
-    done = uses.function_of(job)(mixed := Mixed(), None, Path())
+    done = uses.function_of(job)(mixed, None, Path())
     assert done.kept is mixed and mixed.line.weight.dtype is torch.float16
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_each_forked_process_has_a_private_copy_of_what_it_writes() -> None:
     large = torch.nn.Linear(2048, 2048, bias=False)  # 16 MiB
     before = large.weight.clone()
