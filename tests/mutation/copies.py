@@ -213,6 +213,7 @@ class Copy:
         try:
             return self._server.run(_RUN, *arguments, folder=self._folder, timeout_s=wall_s)
         except (subprocess.TimeoutExpired, AssertionError, OSError):
+            self._server.close()
             self._server = self._started()  # it hung, or killed its server
             return None
 

@@ -41,16 +41,15 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 def start(forks: Forks, end: object, *arguments: str) -> child_process.Child:
     child = child_process.Child(
-        forks.command("probe", *arguments),
-        child_process.environment() | {"OF_THIS_TEST": "a\nb"},
+        forks.command("probe", *arguments), child_process.environment() | {"OF_THIS_TEST": "a\nb"}
     )
     child.send("asked", end=end)
     return child
 
 
-@pytest.mark.parametrize("end", [0, 3, -signal.SIGKILL, -signal.SIGTERM])
+@pytest.mark.parametrize("end", [0, 3, "raises", -signal.SIGKILL, -signal.SIGTERM])
 def test_streams_arguments_variables_folder_and_end_are_its_own(
-    forks: Forks, end: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    forks: Forks, end: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with start(forks, end, "one", "two words") as child:
@@ -58,14 +57,9 @@ def test_streams_arguments_variables_folder_and_end_are_its_own(
         assert (told["warm"], told["argv"]) == (True, ["one", "two words"])
         assert (told["folder"], told["set"]) == (str(tmp_path), "a\nb")
         assert child.receive(60) is None
-        assert child.wait(60) == end
-        assert child.printed == b"noise\n"
-
-
-def test_an_exception_is_printed_and_ends_it_with_1(forks: Forks) -> None:
-    with start(forks, "raises") as child:
-        assert child.wait(60) == 1
-        assert child.printed.endswith(b"ValueError: no such end\n")
+        assert child.wait(60) == (1 if end == "raises" else end)
+        assert child.printed.startswith(b"noise\n")
+        assert child.printed.endswith(b"ValueError: no such end\n") == (end == "raises")
 
 
 def test_a_killed_child_takes_its_fork_with_it(forks: Forks) -> None:
