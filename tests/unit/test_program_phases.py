@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from select import select
+from unittest.mock import Mock
 
 import pytest
 from leftovers import wait_until
 
 from weighin.cell import Cell
-from weighin.phase_reporter import Connection, Reporter
+from weighin.phase_reporter import Connection, Reporter, address
 from weighin.probes.cgroup import Cgroup, Counters
 from weighin.program_phases import VARIABLE
 from weighin.result import OURS
@@ -52,10 +53,13 @@ class Heard:
 
 @pytest.fixture
 def heard(tmp_path: Path) -> Iterator[Heard]:
-    heard = Heard(tmp_path)
+    """A listener at a path that is longer than an address."""
+    (folder := tmp_path / ("long" * 50)).mkdir()
+    heard = Heard(folder)
     heard.begin()
     yield heard
     heard.end()
+    assert list(folder.iterdir()) == []
 
 
 def start(program: str, variables: dict[str, str]) -> subprocess.Popen[str]:
@@ -124,7 +128,7 @@ def test_a_mark_that_the_kernel_cannot_reset_leaves_no_peak_and_says_so(tmp_path
     assert [one.peak_cgroup_bytes for one in main.phases] == [None]
     assert main.told.notes == [
         "phases have no cgroup peak, because the cgroup's peak could not be reset (cgroup v2 needs Linux"
-        " 6.12 for it)",
+        " 6.12 for it)"
     ]
 
 
@@ -246,15 +250,6 @@ for number in range(1500):
     assert main.told.notes == ["a process had more than 1000 phases: later ones are not recorded"]
 
 
-def test_a_path_longer_than_an_address_works(tmp_path: Path) -> None:
-    (folder := tmp_path / ("long" * 50)).mkdir()
-    heard = Heard(folder)
-    heard.begin()
-    (main,) = processes_of(heard, "with phase('far'): pass")
-    assert names(main) == ["far"]
-    assert list(folder.iterdir()) == []
-
-
 def test_processes_wait_until_the_listener_watches(tmp_path: Path) -> None:
     heard = Heard(tmp_path)
     child = start("with phase('early'): pass", heard.variables)
@@ -319,28 +314,22 @@ def test_a_socket_that_is_removed_and_closed_meanwhile_raises_nothing(heard: Hea
 
 
 ODD_MESSAGES = [
-    b"",
-    b"\xff\n",
-    b"[" * 9000,
-    b'{"event": "begin"}\n',
-    b'{"event": "begin", "id": true, "name": "x"}\n',
-    b'{"event": "begin", "id": 1, "name": ["x"]}\n',
-    b'{"event": "end", "id": 1, "t_ns": 1.5}\n',
+    b"", b"\xff\n", b"[" * 9000, b'{"event": "begin"}\n', b'{"event": "begin", "id": true, "name": "x"}\n',
+    b'{"event": "begin", "id": 1, "name": ["x"]}\n', b'{"event": "end", "id": 1, "t_ns": 1.5}\n',
     b'{"event": "told", "id": 1}\n',
-]
+]  # fmt: skip
 
 
 def test_a_message_of_another_shape_ends_its_connection_alone(heard: Heard) -> None:
     for message in ODD_MESSAGES:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as theirs:
             theirs.settimeout(60)
-            theirs.connect(heard.variables[VARIABLE])
+            with address(heard.variables[VARIABLE]) as place:
+                theirs.connect(place)
             theirs.send(message)
             assert theirs.recv(1) == b"" if message else True, message
-    assert [names(each) for each in processes_of(heard, "with phase('good'): pass")] == [
-        [],
-        ["good"],
-    ]
+    ours, good = processes_of(heard, "with phase('good'): pass")
+    assert (names(ours), names(good)) == ([], ["good"])
 
 
 def test_an_interrupted_phase_raises_the_interrupt_alone(heard: Heard) -> None:
@@ -413,9 +402,7 @@ def test_a_program_that_plays_a_worker_changes_no_figure(heard: Heard) -> None:
 def test_a_listener_whose_thread_does_not_start_can_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
+    fail = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(threading.Thread, "start", fail)
     listener = Listener(tmp_path)
     with pytest.raises(RuntimeError, match="start new"):

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from factories import refused
 
-from weighin.errors import HarnessError
 from weighin.plan.task import Progress
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import runner
@@ -17,59 +18,49 @@ HOLDS = (
 )
 
 
-def held(path: Path | None, **settings: str) -> subprocess.Popen[str]:
-    """Start a process that holds the lock, and return once it does."""
-    variables = os.environ | settings | ({LOCK_VARIABLE: str(path)} if path else {})
-    process = subprocess.Popen(
+@pytest.fixture
+def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock, with a cache of its own."""
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "ours"))
+    with subprocess.Popen(
         [sys.executable, "-c", HOLDS],
-        env=variables,
+        env=os.environ | {"WEIGHIN_CACHE": str(tmp_path / "theirs")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout
-    assert process.stdout.readline() == "held\n"
-    return process
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
 
 
-def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LOCK_VARIABLE, str(path := tmp_path / "lock"))
-    first = held(path, WEIGHIN_CACHE=str(tmp_path / "one"))
-    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "two"))
-    with pytest.raises(HarnessError) as caught, runner.only_run():
-        pytest.fail("both measured")
-    assert caught.value.exit_code == 4
-    assert str(caught.value) == (
-        "another run is measuring on this machine\nwait for its end: weighin bench --set wait=true;"
-        " parallel runs would distort each other's figures"
-    )
-    first.communicate("\n")
-    with runner.only_run():
+def measure(wait_s: float = 0, progress: Progress | None = None) -> None:
+    with runner.only_run(wait_s, progress or Progress()):
         pass
 
 
-def test_a_run_waits_for_another_one_that_ends(
+@pytest.mark.usefixtures("holder")
+def test_a_second_run_is_refused_unless_it_is_told_of_another_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
-    first = held(tmp_path / "lock")
+    assert refused(measure) == (
+        "another run is measuring on this machine\nwait for its end: weighin bench --set wait=true;"
+        " parallel runs would distort each other's figures"
+    )
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "other"))
+    measure()
+
+
+def test_a_run_waits_for_another_one_and_the_lock_goes_with_its_killed_process(
+    holder: subprocess.Popen[str],
+) -> None:
     said = []
 
     def waiting(what: str, _: float | None) -> None:
         said.append(what)
-        first.kill()  # the lock goes with its process
+        holder.kill()
 
-    with runner.only_run(30, Progress(preparing=waiting)):
-        pass
-    first.communicate()
+    measure(30, Progress(preparing=waiting))
     assert said == ["waiting for another run on this machine to end"]
-
-
-def test_a_run_that_is_told_of_another_lock_waits_for_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = held(tmp_path / "lock")
-    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "other"))
-    with runner.only_run():
-        pass
-    first.communicate("\n")

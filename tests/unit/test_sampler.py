@@ -1,63 +1,44 @@
 """A real process is sampled from outside; it grows and ends when told, so that no test sleeps."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from command_trees import Command, command
 
 from weighin.probes import process_table
 from weighin.probes import sampler as module
 from weighin.probes.cgroup import Cgroup, parent_of
-from weighin.probes.sampler import Sampler, write_samples
+from weighin.probes.sampler import Sampler
 from weighin.result import Sample
 from weighin.units import MIB
 
-CHILD = """
-import mmap, sys
-held = []
-for line in sys.stdin:
-    held.append(mmap.mmap(-1, int(line) << 20, mmap.MAP_PRIVATE))
-    for offset in range(0, len(held[-1]), 4096):
-        held[-1][offset] = 1
-    print("taken", flush=True)
+GROWS = """
+import ctypes
+ctypes.CDLL(None).prctl(15, b"\\xff\\x1dVmRSS: 1")  # its name is no text
+step("started")
+first = hold(32)
+step("32 MiB")
+second = hold(16)
+step("48 MiB")
 """
 
 
-class Child:
-    """A process that takes as many MiB as it is told to, and ends at the end of its input."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-S", "-c", CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self.take(1)  # its interpreter has started
-
-    def take(self, mib: int) -> None:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(f"{mib}\n")
-        assert self.process.stdout.readline() == "taken\n"
-
-    def end(self) -> None:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.close()
-        self.process.stdout.read()  # at its end the child has closed it: it is a zombie, or soon
-
-
 @pytest.fixture
-def child() -> Iterator[Child]:
-    child = Child()
-    with child.process:
+def child() -> Iterator[Command]:
+    with command(GROWS) as child:
+        child.reach("started")
         yield child
-        child.process.kill()
+
+
+def end(child: Command) -> None:
+    assert child.process.stdin and child.process.stdout
+    child.process.stdin.close()
+    child.process.stdout.read()  # at its end the child has closed it: it is a zombie, or soon
 
 
 def sampler_of(pid: int, group: Cgroup | None = None, interval_s: float = 0.001) -> Sampler:
@@ -77,13 +58,13 @@ def wait_for(sampler: Sampler, seen: Callable[[Sample], bool]) -> Sample:
     raise AssertionError(sampler.samples[-3:])
 
 
-def test_a_process_that_grows_is_seen_growing(child: Child) -> None:
-    sampler = sampler_of(child.process.pid)
+def test_a_process_that_grows_is_seen_growing(child: Command) -> None:
+    sampler = sampler_of(child.pid)
     sampler.start()
     first = wait_for(sampler, lambda _: True)
-    child.take(32)
+    child.go("32 MiB")
     wait_for(sampler, lambda one: one.anon_bytes >= first.anon_bytes + 32 * MIB)
-    child.take(16)
+    child.go("48 MiB")
     last = wait_for(sampler, lambda one: one.anon_bytes >= first.anon_bytes + 48 * MIB)
     samples = sampler.stop()
     assert last.anon_bytes == pytest.approx(first.anon_bytes + 48 * MIB, abs=MIB)
@@ -97,28 +78,16 @@ def test_a_process_that_grows_is_seen_growing(child: Child) -> None:
     assert peak and peak >= last.rss_bytes
 
 
-def test_a_process_whose_name_is_not_text_is_sampled() -> None:
-    named = (
-        "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\xff\\x1dVmRSS: 1'); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", named])
-    try:
-        while not Path(f"/proc/{process.pid}/comm").read_bytes().startswith(b"\xff"):
-            time.sleep(0.01)
-        sampler = sampler_of(process.pid)
-        sampler.start()
-        sample = wait_for(sampler, lambda _: True)
-        assert sample.rss_bytes > MIB
-        sampler.stop()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_process_that_is_gone_gives_no_samples(child: Child) -> None:
-    child.end()
+def test_a_process_or_a_group_that_is_gone_has_no_figures(tmp_path: Path, child: Command) -> None:
+    sampler = sampler_of(child.pid, Cgroup(tmp_path / "gone"), interval_s=3600)
+    sampler.start()
+    sample = wait_for(sampler, lambda _: True)
+    assert len(sampler.stop()) <= 2  # it stops at once, and samples once more at its end
+    assert sample.rss_bytes > 0
+    assert (sample.cgroup_bytes, sample.cgroup_file_bytes, sampler.oom_kills) == (None, None, None)
+    end(child)
     child.process.wait(60)
-    sampler = sampler_of(child.process.pid)
+    sampler = sampler_of(child.pid)
     sampler.start()
     assert sampler.stop() == []
     assert sampler.last_peaks_rss_bytes == [None]
@@ -133,62 +102,43 @@ def write_group(folder: Path, version: int) -> Cgroup:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_cgroup_is_read_beside_the_process(tmp_path: Path, child: Child, version: int) -> None:
+def test_the_cgroup_is_read_beside_the_process(
+    tmp_path: Path, child: Command, version: int
+) -> None:
     group = write_group(tmp_path, version)
-    sampler = sampler_of(child.process.pid, group)
+    sampler = sampler_of(child.pid, group)
     sampler.start()
     sample = wait_for(sampler, lambda _: True)
     assert (sample.cgroup_bytes, sample.cgroup_file_bytes) == (1000, 400)
     group.file("oom").write_text("oom_kill 2\n")  # the very file that is held open
-    child.end()
+    end(child)
     sampler.stop()
     assert sampler.oom_kills == 2  # looked for once more after the end
 
 
-def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
-    tmp_path: Path, child: Child
-) -> None:
-    sampler = sampler_of(child.process.pid, Cgroup(tmp_path / "gone"))
-    sampler.start()
-    sample = wait_for(sampler, lambda _: True)
-    sampler.stop()
-    assert sample.rss_bytes > 0
-    assert (sample.cgroup_bytes, sample.cgroup_file_bytes, sampler.oom_kills) == (None, None, None)
-
-
 def test_a_grandchild_in_another_cgroup_is_an_escape(
-    tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, child: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def where(pid: int, group: Path) -> Path | None:
-        return Path("/other") if pid == child.process.pid else None
+        return Path("/other") if pid == child.pid else None
 
     monkeypatch.setattr(module, "outside", where)
     grandparent = parent_of(os.getpid())
     assert grandparent
     sampler = Sampler(grandparent, lambda: [grandparent], write_group(tmp_path, 2))
     sampler.pids()
-    assert f"(pid {child.process.pid}) left the command's cgroup for /other" in sampler.escape
+    assert f"(pid {child.pid}) left the command's cgroup for /other" in sampler.escape
 
 
-def test_an_error_in_a_sample_closes_what_it_reads(tmp_path: Path, child: Child) -> None:
-    def fail(*_: int) -> None:
-        raise MemoryError
-
+def test_an_error_in_a_sample_closes_what_it_reads(tmp_path: Path, child: Command) -> None:
     def opened() -> int:
         return len([*Path("/proc/self/fd").iterdir()])
 
-    before, sampler = opened(), sampler_of(child.process.pid, write_group(tmp_path, 2))
-    sampler._at_sample = fail
+    before, sampler = opened(), sampler_of(child.pid, write_group(tmp_path, 2))
+    sampler._at_sample = Mock(side_effect=MemoryError)
     with pytest.raises(MemoryError):
         sampler._run()
     assert opened() == before
-
-
-def test_it_stops_at_once_whatever_its_interval(child: Child) -> None:
-    sampler = sampler_of(child.process.pid, interval_s=3600)
-    sampler.start()
-    wait_for(sampler, lambda _: True)
-    assert len(sampler.stop()) <= 2  # it samples once more at its end
 
 
 def test_a_library_that_the_linker_reads_is_no_data_file(tmp_path: Path) -> None:
@@ -212,22 +162,3 @@ def test_a_pause_is_a_share_of_what_an_action_took(monkeypatch: pytest.MonkeyPat
             clock["now_s"] += took_s  # the second is not due, and puts nothing off
         clock["now_s"] += 1.0
     assert due_s == [0, 42, 72]
-
-
-def test_samples_as_text(tmp_path: Path) -> None:
-    path = tmp_path / "samples.csv"
-    write_samples(
-        path,
-        [
-            Sample(1, 60, 30, 20, 10, 0, 5, 6),
-            Sample(2, 61, 31, 20, 10, 0, 7, 6, 90, 40, 8, 900, 30, 1, 2, 3, 4, 5, 6, 7),
-        ],
-    )
-    assert path.read_bytes().decode() == (
-        "t_ns,rss_bytes,anon_bytes,file_bytes,shmem_bytes,swap_bytes,minor_faults,major_faults,"
-        "cgroup_bytes,cgroup_file_bytes,cuda_allocated_bytes,cuda_driver_bytes,"
-        "cgroup_shmem_bytes,locked_bytes,freed_bytes,kernel_bytes,kernel_reclaimable_bytes,"
-        "socket_bytes,slab_bytes,page_tables_bytes\r\n"
-        "1,60,30,20,10,0,5,6,,,,,,,,,,,,\r\n"
-        "2,61,31,20,10,0,7,6,90,40,8,900,30,1,2,3,4,5,6,7\r\n"
-    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from factories import (
-    ENVIRONMENT,
+    IMPORT,
     MODEL_BYTES,
     make_cell,
     make_result,
@@ -15,12 +15,12 @@ from factories import (
     make_skipped,
     write_samples,
 )
-from sweeps import a_sweep, swept
+from sweeps import swept
 
 from weighin.cell import ModelSpec
 from weighin.records import metrics
 from weighin.records.floor import floors, next_cell
-from weighin.records.metrics import COLUMNS, charge, grouped, largest, latest, middle, outcome_of
+from weighin.records.metrics import COLUMNS, charge, largest, latest, middle, outcome_of
 from weighin.records.run_folder import Records, read_samples
 from weighin.records.series import (
     Figure,
@@ -139,11 +139,6 @@ def test_the_median_is_a_figure_of_one_repeat_and_values_may_be_missing() -> Non
         assert [middle(none), largest(none), Figure.of(none)] == [None] * 3
 
 
-def test_groups_keep_the_order_of_their_items() -> None:
-    assert grouped([3, 1, 4, 1, 5, 9], lambda one: one % 2) == {1: [3, 1, 1, 5, 9], 0: [4]}
-    assert list(grouped("ba", str)) == ["b", "a"]
-
-
 def test_the_last_record_of_a_cell_counts_at_the_place_of_the_first() -> None:
     first, other = make_result(make_cell()), make_result(make_cell(repeat=1))
     again = replace(first, message="again")
@@ -225,12 +220,6 @@ def test_the_figures_of_a_mixed_series_are_those_of_its_ok_repeats() -> None:
     assert row["outcome"] == "timeout 1, ok 1"
     assert row["message"] == "slow"
     assert row["peak_rss_bytes_min"] == good.peaks.rss_bytes
-
-
-def test_a_cell_measured_again_counts_once() -> None:
-    first = make_result(outcome=Outcome.MEASUREMENT_FAILED)
-    (row,) = series([first, make_result()])
-    assert (row["repeats"], row["outcome"]) == (1, "ok")
 
 
 def test_samples_are_read_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
@@ -392,46 +381,30 @@ def test_memory_as_a_multiple_of_the_model_counts_from_the_imports() -> None:
         assert metrics.per_model(replace(result, **unknown), 450) is None
 
 
-def anonymous(multiple: float) -> Memory:
-    size = 200 * MIB + round(multiple * 1000 * MIB)
-    return Memory(size + 100 * MIB, size, 100 * MIB, 0)
-
-
-def used(
-    use: str, loaded: float = 0.0, most: float = 4.25, after: float = 4.03, **options: Any
-) -> Result:
-    """A load whose use takes 2 s; its memory is given in multiples of the model, above the import."""
+def used(use: str, loaded: float = 1.0, after: float = 4.0, **options: Any) -> Result:
+    """A load of 1 GiB whose use takes 2 s; its anonymous memory is given in GiB above the import."""
     is_forward = use == "forward"
-    changes: dict[str, Any] = {
-        "use": "" if is_forward else use,
-        "passes": int(is_forward),
-        "options": options,
-    }
-    cell = make_cell(ram_limit_bytes=None, **changes)
-    name = use if is_forward else f"use: {use}"
-    peak = anonymous(most).rss_bytes + MIB
-    phases = (
-        Phase("touch", SECOND, 2 * SECOND, anonymous(loaded).rss_bytes, anonymous(loaded), 1, 1),
-        Phase(name, 3 * SECOND, 5 * SECOND, peak, anonymous(after), 1, 1, peak_cgroup_bytes=peak),
+    changes: dict[str, Any] = {"use": "" if is_forward else use, "passes": int(is_forward)}
+    script = (
+        IMPORT,
+        ("load", 1, 0.19 + loaded, 0.11),
+        ("touch", 1, 0.19 + loaded, 0.11),
+        (use if is_forward else f"use: {use}", 2, 0.19 + after, 0.11),
     )
-    return replace(
-        make_result(cell),
-        model_bytes=1000 * MIB,
-        baseline=anonymous(0.0),
-        peaks=Peaks(rss_bytes=GIB, anon_sampled_bytes=anonymous(loaded).anon_bytes),
-        phases=phases,
+    return make_result(
+        make_cell(ram_limit_bytes=None, options=options, **changes),
+        script,
+        model_bytes=GIB,
         load_ns=SECOND,
-        ready_ns=2 * SECOND,
         cost=Cost(wall_ns=9 * SECOND, first_use_ns=2 * SECOND),
-        environment=ENVIRONMENT,
-        use=Use(anonymous(most).anon_bytes),
+        use=Use(round((0.19 + after) * GIB)),
     )
 
 
 def test_the_gate_compares_the_figures_of_uses_and_names_their_phase() -> None:
     (found,) = summarise([Records([used("adamw")])]).values()
-    assert found.figures["use_anon"].median == anonymous(4.03).anon_bytes
-    assert found.figures["use_peak_rss"].median == anonymous(4.25).rss_bytes + MIB
+    assert found.figures["use_anon"].median == round(4.19 * GIB)
+    assert found.figures["use_peak_rss"].median == round(4.19 * GIB) + round(0.11 * GIB) + MIB
     assert found.figures["use"].median == 2 * SECOND
     assert "use: adamw" in found.phases
     (found,) = summarise([Records([used("forward")])]).values()
@@ -442,17 +415,17 @@ def test_the_gate_compares_the_figures_of_uses_and_names_their_phase() -> None:
 def test_the_time_and_the_floor_of_a_cell_include_its_use() -> None:
     result = used("adamw")
     assert used_ns(result) == 4 * SECOND
-    searched = floors([result, used("write", 0.0, 1.0, 1.0)])
+    searched = floors([result, used("write")])
     assert [floor_label(searched)(one) for one in searched] == ["mmap_assign adamw", "mmap_assign write"]  # fmt: skip
     first = next_cell(result.cell, [result], 0.01, 64 * GIB)
     assert first and first.ram_limit_bytes
-    needed = anonymous(4.25).anon_bytes
+    needed = round(4.19 * GIB)
     assert 0 <= first.ram_limit_bytes - needed < 0.1 * needed
 
 
 def test_options_with_one_text_have_a_row_each() -> None:
     sizes: list[tuple[float, Any]] = [(1.0, "1"), (2.0, 1)]
-    run = [used(use, size, 4.0, 4.0, x=x) for size, x in sizes for use in ("forward", "adamw")]
+    run = [used(use, size, x=x) for size, x in sizes for use in ("forward", "adamw")]
     (table,) = uses(Measured(run))
     assert [row[1] for row in table.rows] == ["1.00", "2.00"]
 
@@ -469,16 +442,6 @@ def fields(results: list[Result]) -> dict[str, list[str]]:
     return dict(zip(matrix.labels, found, strict=True))
 
 
-def test_the_matrix_of_a_sweep() -> None:
-    (matrix,) = Measured(a_sweep()[::-1]).matrices
-    assert matrix.limits == (None, 16 * GIB, 8 * GIB, 4 * GIB, GIB)
-    assert fields(a_sweep()) == {
-        "baseline": ["25.0 s", "26.0 s", "killed", "killed", "killed"],
-        "mmap_assign": ["5.00 s", "5.20 s", "6.00 s", "9.00 s", "41.0 s thrashes"],
-        "streaming": ["7.00 s", "7.50 s", "7.00 s", "killed", "killed"],
-    }
-
-
 def test_models_have_matrices_of_their_own_and_layouts_rows() -> None:
     other = replace(make_cell().model, name="gpt2")
     results = [
@@ -487,6 +450,7 @@ def test_models_have_matrices_of_their_own_and_layouts_rows() -> None:
         for limit in (8, 4)
     ]
     first, second = Measured(results).matrices
+    assert first.limits == (8 * GIB, 4 * GIB)
     assert first.labels == ["a pt", "a dcp", "a pt x=1"]
     assert second.labels == ["a"]
     assert Measured([swept("a", None, (5, 0)), swept("a", 8, (5, 0))]).matrices == []  # one limit

@@ -103,22 +103,13 @@ def test_the_targets_of_links_in_a_folder_are_seen_too(tmp_path: Path) -> None:
     assert binds == {str(snapshot): str(snapshot), str(link): str(blob), str(blob): str(blob)}
 
 
-def test_a_path_has_its_own_name_and_its_real_name(tmp_path: Path) -> None:
-    (real := tmp_path / "real").mkdir()
-    (link := tmp_path / "link").symlink_to("real")
-    assert visible.binds([str(link)]) == {str(real): str(real), str(link): str(real)}
-
-
-def test_what_a_seen_folder_contains_is_not_bound_again(tmp_path: Path) -> None:
-    (inner := tmp_path / "outer" / "inner").mkdir(parents=True)
-    (inner / "file").touch()
-    outer = str(inner.parent)
-    paths = [f"{inner}/file", outer, str(inner), f"{outer}/", f"{outer}/gone", "", "/"]
-    assert visible.binds(paths) == {outer: outer}
-
-
-def test_a_path_that_is_to_be_bound_in_another_way_is_never_left_out(tmp_path: Path) -> None:
-    (inner := tmp_path / "inner").mkdir()
-    outer = str(tmp_path)
-    assert visible.binds([outer], [str(inner)]) == {outer: outer, str(inner): str(inner)}
-    assert visible.binds([str(inner)], [outer]) == {outer: outer}
+def test_a_path_is_bound_once_by_its_own_and_its_real_name(tmp_path: Path) -> None:
+    (inner_folder := tmp_path / "outer" / "inner").mkdir(parents=True)
+    (inner_folder / "file").touch()
+    (tmp_path / "link").symlink_to("outer")
+    inner, outer, link = str(inner_folder), str(tmp_path / "outer"), str(tmp_path / "link")
+    assert visible.binds([link]) == {outer: outer, link: outer}
+    within = [f"{inner}/file", outer, inner, f"{outer}/", f"{outer}/gone", "", "/"]
+    assert visible.binds(within) == {outer: outer}
+    assert visible.binds([outer], [inner]) == {outer: outer, inner: inner}  # in another way
+    assert visible.binds([inner], [outer]) == {outer: outer}
