@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from click.testing import CliRunner
 from factories import planned, refused
 from nightly import nightly
 from quantised_folders import (
@@ -25,18 +25,16 @@ from quantised_folders import (
     write_folder,
 )
 from safetensors.torch import load_file, save_file
+from typed_here import typed
 from worker_jobs import checked_load
 
 from weighin import load_pretrained, load_streaming
 from weighin.checkpoint.truth import index
-from weighin.cli.app import app
-from weighin.errors import HarnessError
 from weighin.models import pretrained
-from weighin.models.pretrained import from_config, pretrained_class
+from weighin.models.pretrained import pretrained_class
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.stream import formats, quantised
-from weighin.stream.construct import construct
 from weighin.stream.pretrained_folder import read_folder
 from weighin.suite import registry
 from weighin.worker import loading
@@ -56,13 +54,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return written
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    """Return a command's exit code and its words."""
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*map(str, arguments)])
-    code, text, error = result.exit_code, result.output, result.exception
-    assert error is None or isinstance(error, SystemExit | HarnessError), error
-    if isinstance(error, HarnessError):
-        code, text = error.exit_code, f"{text} {error}"
+def run(*words: object) -> tuple[int, str]:
+    code, text = typed(*words, columns=200)
     return code, " ".join(text.split())
 
 
@@ -77,17 +70,6 @@ def cells_of(folder: Path, *strategies: str, operation: Any = "load") -> list[Pl
     ]
     spec = registry.model(str(folder))
     return planned((spec,), pairs, operation=operation, own_formats={spec.title: "safetensors"})
-
-
-@pytest.mark.parametrize("name", ["fp8", "compressed int8", "gptq", "quanto", "modelopt"])
-def test_neither_a_builder_of_transformers_nor_a_plain_module_takes_codes(
-    make: Make, name: str
-) -> None:
-    folder = make(name)
-    spec = registry.model(str(folder))
-    model = torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)})
-    for build in (lambda: construct(lambda: from_config(**spec.kwargs), torch.bfloat16), model):
-        assert "mean something only with their scales" in refused(load_streaming, build, folder)
 
 
 def test_a_model_that_has_the_scales_takes_codes_as_they_are(tmp_path: Path) -> None:
@@ -151,24 +133,10 @@ def test_scales_beside_usual_weights_are_no_quantisation(tmp_path: Path) -> None
     assert registry.model(str(tmp_path / "model.safetensors")).builder
 
 
-def test_a_method_without_any_code_is_refused_only_if_from_pretrained_applies_it(
-    tmp_path: Path,
-) -> None:
-    model = plain_model("fp8")
-    model.save_pretrained(tmp_path)
-    configure(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "quantised with gptq (4 bits), as the conf" in refused(load_pretrained, tmp_path)
-    configure(tmp_path, quantization_config={"quant_method": "of-another-library", "bits": 4})
-    found, wanted = load_pretrained(tmp_path), type(model).from_pretrained(tmp_path)
-    assert torch.equal(found.lm_head.weight, wanted.lm_head.weight)
-
-
 def test_a_load_that_fails_to_dequantise_says_what_the_model_is(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Path) -> None:
-        raise ImportError("needs the package kernels")
-
+    fail = Mock(side_effect=ImportError("needs the package kernels"))
     monkeypatch.setattr(pretrained, "arguments_to_dequantise", fail)
     said = refused(load_pretrained, make("fp8"))
     assert "from_pretrained fails: ImportError: needs the package kernels" in said
@@ -244,23 +212,6 @@ def test_a_conversion_copies_codes_as_they_are_or_refuses(
     for key, value in stored.items():
         assert value.dtype == copied[key].dtype
         assert torch.equal(value, copied[key])
-    options = [("--dtype", "bf16"), *([] if name in OURS else [("--keys", "model")])]
-    for option in options:
-        code, text = run("convert", folder, tmp_path / "weights", *option)
-        assert code == 2
-        assert method in text
-        assert not (tmp_path / "weights").exists()
-
-
-@pytest.mark.parametrize("verb", ["recommend", "predict"])
-@pytest.mark.parametrize("name", ["quanto", "modelopt"])
-def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
-    make: Make, name: str, verb: str
-) -> None:
-    code, text = run(verb, make(name))
-    assert code == 2
-    assert f"quantised with {LAYOUTS[name].method}: 14 tensors are codes" in text
-    assert UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers") in text
 
 
 @pytest.mark.parametrize("name", ["mxfp4", *nightly("fp8")])
@@ -278,43 +229,29 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
     assert "weighin cannot predict how transformers loads weights" in other.cannot
 
 
-@pytest.fixture
-def beside(tmp_path: Path) -> Path:
-    """Return the folder of a model with an adapter beside it."""
-    plain_model("fp8").save_pretrained(tmp_path / "beside")
-    (tmp_path / "beside" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    return tmp_path / "beside"
-
-
-def test_an_adapter_that_from_pretrained_adds_is_refused(
-    beside: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("peft", [ModuleType("peft"), None])
+def test_an_adapter_is_refused_if_from_pretrained_adds_it_else_named(
+    peft: ModuleType | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("weighin.stream.pretrained_folder.find_spec", lambda _: ModuleType("peft"))
-    file, said = beside / "adapter_config.json", refused(load_pretrained, beside)
-    assert "peft is installed here" in said
-    assert said.endswith(f"for the model alone: mv {file} {file}.off")
-    for verb in ("bench", "predict", "recommend"):
-        code, text = run(verb, beside)
-        assert code == 2
-        assert "peft is installed here" in text
-    file.rename(f"{file}.off")
-    assert load_pretrained(beside).config.architectures == ["LlamaForCausalLM"]
-
-
-def test_an_adapter_that_nobody_adds_is_named(
-    beside: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("weighin.stream.pretrained_folder.find_spec", lambda _: None)
-    note = f"{beside / 'adapter_config.json'} lies beside the model: from_pretrained adds this adapter if"
+    (model := plain_model("fp8")).save_pretrained(tmp_path)
+    (file := tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    monkeypatch.setattr("weighin.stream.pretrained_folder.find_spec", lambda _: peft)
+    if peft:
+        said = refused(load_pretrained, tmp_path)
+        assert "peft is installed here" in said
+        assert said.endswith(f"for the model alone: mv {file} {file}.off")
+        assert "peft is installed here" in run("predict", tmp_path)[1]
+        return
+    note = f"{file} lies beside the model: from_pretrained adds this adapter if"
     with caplog.at_level(logging.WARNING, logger="weighin"):
-        head = load_pretrained(beside).lm_head.weight
-    assert torch.equal(head, plain_model("fp8").lm_head.weight)
+        loaded = load_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert any(note in text for text in caplog.messages)
-    code, text = run("inspect", beside, "--json", tmp_path / "inspected.json")
-    assert code == 0
-    assert note in text
-    assert json.loads((tmp_path / "inspected.json").read_text())["adapter"].startswith(note)
-    assert note in run("predict", beside, "--strategies", "streaming")[1]
+    for command in (("inspect", tmp_path), ("predict", tmp_path, "--strategies", "streaming")):
+        assert note in run(*command)[1]
 
 
 def test_no_prediction_is_told_for_files_that_are_read_instead_of_mapped(make: Make) -> None:

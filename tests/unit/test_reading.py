@@ -1,13 +1,14 @@
 """What a load replaces in transformers: each name exists, for one thread alone, and is put back on every exit."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from quantised_folders import plain_model
 from safetensors.torch import load_file, save_file
 
 from weighin import load_pretrained
@@ -32,27 +33,20 @@ REPLACED: dict[str, tuple[Any, str]] = {
     "WeightConverter.convert": (core.WeightConverter, "convert"),
     "load_gguf_checkpoint": (of_gguf, "load_gguf_checkpoint"),
 }
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
-    "intermediate_size": 64, "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 def now() -> dict[str, Any]:
     """Return all that a load changes in the process."""
     functions = {name: vars(owner)[attribute] for name, (owner, attribute) in REPLACED.items()}
     settings = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    functions["tie_weights"] = (
-        utils.PreTrainedModel.tie_weights
-    )  # which a load of the library replaces
+    # A load of the library replaces it, too:
+    functions["tie_weights"] = utils.PreTrainedModel.tie_weights
     return functions | {"logging": settings, "threads": torch.get_num_threads()}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    kind = pretrained_class("LlamaForCausalLM")
-    torch.manual_seed(0)
-    kind(kind.config_class(**SIZES)).save_pretrained(tmp_path / "model")
+    plain_model("fp8").float().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -79,7 +73,7 @@ def test_everything_is_put_back(folder: Path, end: str, monkeypatch: pytest.Monk
         with pytest.raises(CheckpointError, match=r"of another shape \(model\.norm\.weight\)"):
             load_pretrained(folder)
     else:
-        monkeypatch.setattr(Load, "finish", fails(KeyboardInterrupt()))
+        monkeypatch.setattr(Load, "finish", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             load_pretrained(folder)
     assert now() == before
@@ -120,18 +114,11 @@ def test_loads_of_several_threads_are_equal_and_the_last_one_puts_back(folder: P
     assert now() == before
 
 
-def fails(error: BaseException) -> Callable[..., None]:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    return fail
-
-
 @pytest.mark.parametrize("error", [AttributeError("'list' has no keys"), AssertionError("odd")])
 def test_an_error_of_a_constructor_is_ours_with_the_librarys_words(
     folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretrained_class("LlamaForCausalLM"), "__init__", fails(error))
+    monkeypatch.setattr(pretrained_class("LlamaForCausalLM"), "__init__", Mock(side_effect=error))
     with pytest.raises(
         CheckpointError, match=rf"LlamaForCausalLM.from_pretrained fails: {type(error).__name__}: "
     ):

@@ -1,8 +1,6 @@
 """Code that comes with a Hugging Face folder: refused, run if trusted, and asked about again later."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,9 @@ import torch
 from factories import refused
 from remote_folder import CONFIG, write_folder
 from safetensors.torch import load_file
+from typed_here import typed
 
 from weighin import load_pretrained
-from weighin.cli.app import main
 from weighin.models.pretrained import from_config
 from weighin.plan.start import resume, start
 from weighin.settings.definition import check_suite
@@ -95,27 +93,23 @@ def from_trusted(folder: Path, **config: Any) -> Any:
     return from_config(**registry.model(str(folder), choice=TRUSTED).kwargs)
 
 
-def test_code_in_another_repository_is_not_fetched(folder: Path) -> None:
-    code = "owner/name--other.TinyForCausalLM"
-    said = refused(from_trusted, folder, auto_map={"AutoModel": code}).splitlines()[0]
-    assert said.startswith(f"{folder}: the code {code!r} of the model")
-    assert said.endswith("is not in this folder")
-
-
 def test_another_repositorys_code_that_is_in_the_folder_is_run(folder: Path) -> None:
     auto_map = {"AutoModel": "owner/name--modeling_tiny.TinyForCausalLM"}
     assert type(from_trusted(folder, auto_map=auto_map)).__name__ == "TinyForCausalLM"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"auto_map": {"AutoModel": f"{place}.TinyForCausalLM"}}, "which 'auto_map' in config.json names as module.class, is not in")
-        for place in ("../../evil", "inside/evil", "a.b", "")
-    ]
-    + [({"architectures": ["OtherForCausalLM"]}, "config.json names no code of the class 'OtherForCausalLM' in 'auto_map'")],
-    ids=["of a folder above", "of a folder inside", "of a package", "of no module", "of another class"],
-)  # fmt: skip
+NOT_HERE = "which 'auto_map' in config.json names as module.class, is not in"
+ELSEWHERE = {
+    "of a folder above": ({"auto_map": {"AutoModel": "../../evil.TinyForCausalLM"}}, NOT_HERE),
+    "of a folder inside": ({"auto_map": {"AutoModel": "inside/evil.TinyForCausalLM"}}, NOT_HERE),
+    "of a package": ({"auto_map": {"AutoModel": "a.b.TinyForCausalLM"}}, NOT_HERE),
+    "of no module": ({"auto_map": {"AutoModel": ".TinyForCausalLM"}}, NOT_HERE),
+    "of a repository": ({"auto_map": {"AutoModel": "o/n--other.TinyForCausalLM"}}, "is not in this folder"),
+    "of another class": ({"architectures": ["OtherForCausalLM"]}, "config.json names no code of the class 'OtherForCausalLM' in 'auto_map'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), ELSEWHERE.values(), ids=ELSEWHERE)
 def test_code_is_a_module_of_the_folder_itself_that_has_the_class(
     folder: Path, changes: dict[str, Any], words: str
 ) -> None:
@@ -141,42 +135,21 @@ def test_a_plan_with_damaged_code_is_refused(folder: Path, tmp_path: Path, code:
     assert "lacks folder, sha256, or has another type" in refused(resume, run)
 
 
-Said = Callable[..., str]
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
-    """Return a function that types a command, and returns its errors."""
-
-    def said(*typed: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["weighin", *map(str, typed)])
-        with pytest.raises(SystemExit):
-            main()
-        return capsys.readouterr().err
-
-    return said
-
-
-def test_a_resumed_run_takes_no_new_flag_and_no_file_sets_it(
-    folder: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_resumed_run_takes_no_new_flag(folder: Path, tmp_path: Path) -> None:
     run = planned(folder, tmp_path / "run")
-    text = said("bench", "--resume", run, "--trust-remote-code")
+    code, text = typed("bench", "--resume", run, "--trust-remote-code", columns=200)
+    assert code == 2
     assert "a resumed run keeps its settings: --trust-remote-code would be ignored" in text
-    Path("pyproject.toml").write_text("[tool.weighin]\ntrust-remote-code = true\n")
-    text = said("predict", folder)
-    assert "pyproject.toml: tool.weighin.trust-remote-code: unknown key" in text
 
 
 def test_a_conversion_to_the_models_keys_runs_code_only_if_it_is_trusted(
-    folder: Path, tmp_path: Path, said: Said
+    folder: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "model.safetensors"
     command = ("convert", folder, target, "--keys", "model")
-    assert "add --trust-remote-code to run it" in said(*command)
+    assert "add --trust-remote-code to run it" in typed(*command, columns=200)[1]
     assert not target.exists()
-    said(*command, "--trust-remote-code")
+    assert typed(*command, "--trust-remote-code")[0] == 0
     written, source = load_file(target), load_file(folder / "model.safetensors")
     assert written.keys() == source.keys()
     assert all(torch.equal(written[name], source[name]) for name in source)

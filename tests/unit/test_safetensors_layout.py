@@ -28,7 +28,7 @@ STATE = {
 }
 
 
-def raw(tensor: torch.Tensor) -> bytes:
+def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -39,7 +39,7 @@ def test_the_reference_library_reads_what_we_write(tmp_path: Path) -> None:
     assert set(found) == set(STATE)
     for name, tensor in STATE.items():
         assert found[name].dtype is tensor.dtype
-        assert raw(found[name]) == raw(tensor)
+        assert bytes_of(found[name]) == bytes_of(tensor)
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -60,7 +60,7 @@ def test_we_read_what_the_reference_library_writes(tmp_path: Path) -> None:
     for place in places:
         one, content = STATE[place.name], path.read_bytes()
         assert (place.shape, place.stride, place.dtype) == (one.shape, one.stride(), one.dtype)
-        assert content[place.offset : place.offset + place.nbytes] == raw(one)
+        assert content[place.offset : place.offset + place.nbytes] == bytes_of(one)
 
 
 def test_ties_survive_after_the_other_names_and_the_data_are_aligned(tmp_path: Path) -> None:
@@ -146,31 +146,22 @@ def impossible(shape: object, begin: int, end: int, dtype: str = "F32", name: st
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"a": entry(0, 4), "b": entry(0, 8)}, "damaged: tensor 'b' at byte 130 overlaps tensor 'a'"),
         ({"a": entry(0, 4), "b": entry(5, 9)}, "damaged: tensor 'b' at byte 135 leaves a gap after tensor 'a'"),
         ({"a": entry(4, 8)}, "damaged: tensor 'a' at byte 73 leaves a gap after the header"),
         ({"a": entry(0, 16)}, "truncated: tensor 'a' ends at byte 86, but the file ends at byte 78"),
         ({"a": entry(0, 4, [1])}, "damaged: 4 bytes after tensor 'a' belong to no tensor"),
-        ({"a": entry(0, 8, [-2])}, impossible([-2], 0, 8)),
         ({"a": entry(0, 8, [True, 2])}, impossible([True, 2], 0, 8)),
         ({"a": entry(0, 8, [1] * 65)}, impossible(f"{str([1] * 65)[:100]}...", 0, 8)),
         ({"a": entry(8, 0, [2])}, impossible([2], 8, 0)),
         ({"a": entry(0, 2**64, [2])}, impossible([2], 0, 2**64)),
-        ({"a": entry(0, 8, [3])}, impossible([3], 0, 8)),
         ({"a": entry(0, 0, [0, 2**62, 4])}, impossible([0, 2**62, 4], 0, 0)),
         ({"a": entry(0, 8, [3], "F4")}, impossible([3], 0, 8, "F4")),
-        ({"a": entry(0, 8, [4, 4, 0], "F4")}, impossible([4, 4, 0], 0, 8, "F4")),
         ({"a": entry(0, 0, [0, 3], "F4")}, impossible([0, 3], 0, 0, "F4")),
         ({"a": entry(0, 8, dtype="F6_E2M3")}, "tensor 'a' has the dtype 'F6_E2M3'; torch does not have this dtype"),
         ({"a": entry(0, 8, dtype="F32X")}, "tensor 'a' has the dtype 'F32X'; weighin does not know this dtype"),
-        ({"a": entry(0, 8, dtype=[])}, f"damaged: tensor 'a' {LACKS}"),
         ({"a": {}}, f"damaged: tensor 'a' {LACKS}"),
-        ({"a": None}, f"damaged: tensor 'a' {LACKS}"),
-        ({"a": 1}, f"damaged: tensor 'a' {LACKS}"),
-        ({"a": {"b": {}}}, f"damaged: tensor 'a' {LACKS}"),
         ({LONG: entry(0, 8, [3])}, impossible([3], 0, 8, name=f"'{LONG[:100]}'... (10,000 characters)")),
         ({"__metadata__": {"a": 1}}, "damaged: __metadata__: 'a' is not a string"),
-        (b'{"a":{},"a":{}}', "damaged: the header is not JSON: 'a' occurs twice"),
         (TWICE, "damaged: the header is not JSON: 'a' occurs twice"),
         (b'{"a":{"dtype":"F32","dtype":"F32"}}', "damaged: the header is not JSON: 'dtype' occurs twice"),
         (DEEP, "damaged: the header is not JSON: it is nested too deeply"),

@@ -1,35 +1,29 @@
 """Saves: what is written is read back from the disk, and nothing of it stays."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import FrozenInstanceError, asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import make_cell, make_result
+from factories import make_cell, make_result, refused
 from fakes import BASELINE, FakeRunning, done, event, loaded, phase, watched
 from torch import nn
 from torch.serialization import set_crc32_options
 from worker_jobs import Model, manifest_of
 
-from weighin.checkpoint.manifest import Kind, Manifest
+from weighin.checkpoint.manifest import Manifest
 from weighin.cli import _progress
-from weighin.errors import ConfigError
-from weighin.records import run_folder
 from weighin.records.metrics import phases_of_load
-from weighin.records.series import name_of
 from weighin.result import Outcome, Written
 from weighin.run import loads
 from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
-from weighin.worker.loading import Save, WrongWeights, import_strategy
+from weighin.worker.loading import WrongWeights, import_strategy
 from weighin.worker.saving import check, files_in, sizes, sync
-
-CPU = torch.float32
 
 
 @dataclass
@@ -48,18 +42,23 @@ class Job:
 def expected(model: Model) -> Manifest:
     """The manifest of a model, with ``step`` as what it is: in no checkpoint."""
     found = manifest_of(model)
-    kinds: dict[str, Kind] = {"step": "non_persistent_buffer"}
-    return replace(
-        found, tensors=tuple(replace(e, kind=kinds.get(e.name, e.kind)) for e in found.tensors)
-    )
+    kinds: dict[str, Any] = {"step": "non_persistent_buffer"}
+    tensors = tuple(replace(one, kind=kinds.get(one.name, one.kind)) for one in found.tensors)
+    return replace(found, tensors=tensors)
 
 
 def saved(name: str, folder: Path, fmt: str | None = None, **options: Any) -> Model:
-    info = registry.strategy(name, "save")
-    model = Model()
+    info, model = registry.strategy(name, "save"), Model()
+    folder.mkdir(exist_ok=True)
     import_strategy(info.path, "save")(Job(model, folder, fmt or info.formats[0], options))
     sync(folder)
     return model
+
+
+def complaint(folder: Path, model: Model) -> str:
+    with pytest.raises(WrongWeights) as caught:
+        check(folder, expected(model), torch.float32)
+    return str(caught.value).replace(str(folder), "FOLDER")
 
 
 WAYS = [(name, fmt) for name in DEFAULT_SAVING for fmt in registry.strategy(name, "save").formats]
@@ -67,139 +66,97 @@ WAYS = [(name, fmt) for name in DEFAULT_SAVING for fmt in registry.strategy(name
 
 @pytest.mark.filterwarnings("ignore")  # dcp warns that it runs as one process
 @pytest.mark.parametrize(("name", "fmt"), WAYS)
-def test_what_is_saved_is_the_model(tmp_path: Path, name: str, fmt: str) -> None:
+def test_what_is_saved_is_the_model_and_a_single_wrong_byte_is_found(
+    tmp_path: Path, name: str, fmt: str
+) -> None:
     model = saved(name, tmp_path, fmt)
-    check(tmp_path, expected(model), CPU)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "fmt"), WAYS)
-def test_a_single_wrong_byte_of_the_weights_is_found(tmp_path: Path, name: str, fmt: str) -> None:
-    model = saved(name, tmp_path, fmt)
+    check(tmp_path, expected(model), torch.float32)
     value = model.get_buffer("mask").numpy().tobytes()
     (file,) = [one for one in files_in(tmp_path) if value in one.read_bytes()]
-    content = file.read_bytes()
-    at = content.index(value) + 5
-    file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    with pytest.raises(WrongWeights) as caught:
-        check(tmp_path, expected(model), CPU)
-    assert str(caught.value) == "1 tensor saved with other values than the model's: mask"
+    content = bytearray(file.read_bytes())
+    content[content.index(value) + 5] ^= 1
+    file.write_bytes(content)
+    assert complaint(tmp_path, model) == "1 tensor saved with other values than the model's: mask"
 
 
-def harm_names(folder: Path) -> None:
-    torch.save({"head.weight": torch.zeros(8, 4), "other": torch.zeros(3)}, folder / "model.pt")
+def with_mask(mask: torch.Tensor) -> Callable[[Path], object]:
+    def harm(folder: Path) -> None:
+        state = torch.load(folder / "model.pt", weights_only=True)
+        torch.save(state | {"mask": mask}, folder / "model.pt")
+
+    return harm
 
 
-def harm_shape(folder: Path) -> None:
-    state = torch.load(folder / "model.pt", weights_only=True)
-    torch.save(state | {"mask": torch.arange(5.0)}, folder / "model.pt")
+OTHER = "1 tensor saved in another shape or dtype than the model's: mask"
+UNREAD = "the saved checkpoint cannot be read: FOLDER"
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "names": (
+        lambda folder: torch.save({"head.weight": torch.zeros(8, 4)}, folder / "model.pt"),
+        "2 tensors missing from the saved checkpoint: embedding.weight, mask",
+    ),
+    "shape": (with_mask(torch.arange(5.0)), OTHER),
+    "dtype": (with_mask(torch.arange(4.0).double()), OTHER),
+    "content": (lambda folder: (folder / "model.pt").write_bytes(b"no"), f"{UNREAD}/model.pt: "),
+    "another file": (
+        lambda folder: (folder / "more.txt").touch(),
+        f"{UNREAD}: no config.json and no index beside model.pt",
+    ),
+}
 
 
-def harm_dtype(folder: Path) -> None:
-    state = torch.load(folder / "model.pt", weights_only=True)
-    torch.save(state | {"mask": torch.arange(4.0).double()}, folder / "model.pt")
-
-
-@pytest.mark.parametrize(
-    ("harm", "complaint"),
-    [
-        (harm_names, "2 tensors missing from the saved checkpoint: embedding.weight, mask"),
-        (harm_shape, "1 tensor saved in another shape or dtype than the model's: mask"),
-        (harm_dtype, "1 tensor saved in another shape or dtype than the model's: mask"),
-        (
-            lambda folder: (folder / "model.pt").write_bytes(b"nothing"),
-            "the saved checkpoint cannot be read: FOLDER/model.pt: ",
-        ),
-        (
-            lambda folder: (folder / "more.txt").touch(),
-            "the saved checkpoint cannot be read: FOLDER: no config.json and no index beside model.pt",
-        ),
-    ],
-)
-def test_what_is_not_the_model_is_told(tmp_path: Path, harm: Any, complaint: str) -> None:
+@pytest.mark.parametrize("harm", HARMS)
+def test_what_is_not_the_model_is_told(tmp_path: Path, harm: str) -> None:
     model = saved("torch_save", tmp_path)
-    harm(tmp_path)
-    with pytest.raises(WrongWeights) as caught:
-        check(tmp_path, expected(model), CPU)
-    assert str(caught.value).replace(str(tmp_path), "FOLDER").startswith(complaint)
+    spoil, words = HARMS[harm]
+    spoil(tmp_path)
+    assert complaint(tmp_path, model).startswith(words)
 
 
-def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
-    saved("per_param", tmp_path)
-    assert json.loads((tmp_path / "index.json").read_text())["shared"] == {
-        "head.weight": "embedding.weight"
-    }
-    assert [one.name for one in files_in(tmp_path)] == [
-        "embedding.weight.pt", "index.json", "mask.pt",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fmt", "suffix"), [("sharded", "safetensors"), ("sharded_pt", "bin")])
-def test_shards_are_filled_up_to_their_size(tmp_path: Path, fmt: str, suffix: str) -> None:
-    model = saved("sharded", tmp_path, fmt, max_shard_bytes=128)
-    names = [one.name for one in files_in(tmp_path)]
-    assert sum(name.endswith(f"-of-00002.{suffix}") for name in names) == 2
-    check(tmp_path, expected(model), CPU)
-
-
-def test_the_checksums_of_a_zip_can_be_left_out(tmp_path: Path) -> None:
-    (tmp_path / "with").mkdir()
-    (tmp_path / "without").mkdir()
+def test_the_options_of_ways_of_saving_take_effect(tmp_path: Path) -> None:
+    for fmt in ("sharded", "sharded_pt"):
+        model = saved("sharded", tmp_path / fmt, fmt, max_shard_bytes=128)
+        names = [one.name for one in files_in(tmp_path / fmt)]
+        assert len([name for name in names if "-of-00002." in name]) == 2
+        check(tmp_path / fmt, expected(model), torch.float32)
     saved("torch_save", tmp_path / "with")
     saved("torch_save", tmp_path / "without", crc32=False)
     set_crc32_options(True)  # as it was
-    with_, without = ((tmp_path / n / "model.pt").read_bytes() for n in ("with", "without"))
-    assert with_ != without
-
-
-def test_what_was_written_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"x" * 5000)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "c").write_bytes(b"y")
-    sync(tmp_path)
-    written = Written(**sizes(tmp_path))
-    assert (written.file_bytes, written.files) == (5001, 2)
-    assert written.disk_bytes % 512 == 0
+    files = [tmp_path / name / "model.pt" for name in ("with", "without")]
+    assert len({file.read_bytes() for file in files}) == 2
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))
-    return tmp_path
+    return tmp_path / "saving"
 
 
-def test_a_target_is_empty_and_is_removed_with_all_that_is_in_it(cache: Path) -> None:
+def test_a_target_is_empty_and_is_removed_with_all_that_is_in_it(saving: Path) -> None:
     with pytest.raises(KeyboardInterrupt), loads.save_folder(1) as folder:
-        assert folder.parent == cache / "saving"
+        assert folder.parent == saving
         assert list(folder.iterdir()) == []
         (folder / "part").write_bytes(b"x")
         raise KeyboardInterrupt
-    assert list((cache / "saving").iterdir()) == []
+    assert list(saving.iterdir()) == []
 
 
-def test_what_a_killed_run_left_is_removed(cache: Path) -> None:
-    left = cache / "saving" / "tmpx"
-    left.mkdir(parents=True)
-    (left / "model.pt").write_bytes(b"x")
+def test_what_a_killed_run_left_is_measured_and_removed(saving: Path) -> None:
+    (left := saving / "tmpx").mkdir(parents=True)
+    (left / "model.pt").write_bytes(b"x" * 5000)
+    written = Written(**sizes(left.parent))
+    assert (written.file_bytes, written.files) == (5000, 1)
+    assert written.disk_bytes % 512 == 0
     assert loads.remove_leftovers() == [f"files of a save in {left}"]
     with loads.save_folder(1) as mine:
         assert loads.remove_leftovers() == []
         assert mine.exists()
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(cache: Path) -> None:
-    with pytest.raises(ConfigError) as caught, loads.save_folder(2**60):
-        pass
-    message, repair = str(caught.value).splitlines()
+def test_a_disk_without_room_is_told_before_anything_is_written(saving: Path) -> None:
+    message, repair = refused(loads.save_folder(2**60).__enter__).splitlines()
     assert message.startswith("a save needs ")
-    assert message.endswith(f" are free in {cache}/saving")
+    assert message.endswith(f" are free in {saving}")
     assert repair == "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..."
-
-
-def test_a_strategy_cannot_assign_to_its_job(tmp_path: Path) -> None:
-    job = Save(nn.Linear(1, 1), tmp_path, "safetensors", {}, lambda _: nullcontext())
-    with pytest.raises(FrozenInstanceError):
-        job.format = "pytorch"  # type: ignore[misc]
 
 
 WRITTEN = Written(file_bytes=3 * GIB, disk_bytes=3 * GIB + 4096, files=2)
@@ -212,38 +169,9 @@ def test_a_worker_that_saves_becomes_a_result() -> None:
     assert (result.outcome, result.written, result.ready_ns) == (Outcome.OK, WRITTEN, 1200)
 
 
-def saved_result(**changes: Any) -> Any:
-    cell = make_cell("torch_save", operation="save", **changes)
-    return make_result(cell, written=WRITTEN)
-
-
-def test_a_save_survives_its_record(tmp_path: Path) -> None:
-    result = saved_result()
-    run_folder.append(tmp_path, result)
-    assert run_folder.read(tmp_path).results == (result,)
-
-
-def test_records_that_are_older_than_saves_are_of_loads(tmp_path: Path) -> None:
-    old = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
-    (tmp_path / run_folder.RECORDS).write_text(old.read_text())
-    assert '"operation"' not in old.read_text()
-    assert {one.cell.operation for one in run_folder.read(tmp_path).results} == {"load"}
-
-
-def test_a_finished_save_is_one_line() -> None:
-    result = replace(saved_result(), ready_ns=3_000_000_000)
+def test_a_finished_save_is_one_line_and_ends_when_it_is_synced() -> None:
+    cell = make_cell("torch_save", operation="save")
+    script = [(name, 1, 0.2, 0.1) for name in ("import", "write", "sync", "verify")]
+    result = make_result(cell, script, written=WRITTEN, ready_ns=3_000_000_000)
     assert "on the disk 3.00 s" in _progress.line(result)
-
-
-def test_a_gate_tells_a_save_from_a_load_and_ends_it_when_it_is_synced() -> None:
-    cell = make_cell("torch_save", operation="save", options={"crc32": False})
-    assert name_of(cell).endswith(" operation=save crc32=False")
-    assert "operation" not in name_of(make_cell())
-    script = (
-        ("import", 1, 0.2, 0.1),
-        ("write", 1, 0.2, 0.1),
-        ("sync", 1, 0.2, 0.1),
-        ("verify", 1, 0.3, 0.1),
-    )
-    phases = phases_of_load(make_result(cell, script))
-    assert [name for name, _ in phases] == ["write", "sync"]
+    assert [name for name, _ in phases_of_load(result)] == ["write", "sync"]

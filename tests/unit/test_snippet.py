@@ -14,12 +14,10 @@ import torch
 from fork_server import ForkServer
 from safetensors.torch import save_file
 from snapshots import Compare
+from state_files import write_state
 
-from weighin.checkpoint.checksum import pieces_of
 from weighin.recommend.snippet import CannotWriteOut, snippet
 from weighin.stream import formats
-from weighin.stream.slices import TensorPlan
-from weighin.stream.write import write as write_checkpoint
 from weighin.suite import registry
 from weighin.suite.registry import name_of
 
@@ -78,11 +76,9 @@ def saved(folder: Path, fmt: str) -> Path:
     state = {"first.weight": weight} | {f"norm.{name}": torch.randn(3) for name in norm}
     state |= {"norm.num_batches_tracked": torch.tensor(7), "last.weight": weight}
     torch.save(state, folder / "whole.pt")
-    plans = [TensorPlan(name, tuple(one.shape), one.dtype) for name, one in state.items()]
-    plans[-1] = TensorPlan("last.weight", (3, 3), torch.float32, "first.weight")
     path = formats.checkpoint_in(folder, fmt)
     path.parent.mkdir(exist_ok=True)
-    write_checkpoint(fmt, path, plans, lambda name: pieces_of(state[name]))
+    write_state(path, fmt, state)
     return path
 
 
@@ -218,24 +214,31 @@ def test_code_has_the_helpers_that_it_uses(
     assert [part for part in lacks if part in text] == []
 
 
+OTHER_CASE = """def load(job):
+    with job.phase({quote}read{quote}):
+        {start}
+            raise OSError
+        else:
+            put = assign
+            model = job.build_model()
+            put(model, torch.load(job.checkpoint), job.device)
+    return model
+"""
+
+
 @pytest.mark.parametrize("quote", ["'", '"'], ids=["single", "double"])
 @pytest.mark.parametrize(
     "start",
-    ["if job.folder:\n", "if job.folder:\n{}    raise OSError\n{}elif job.device == 'x':\n"],
+    [
+        "if job.folder:",
+        "if job.folder:\n            raise OSError\n        elif job.device == 'x':",
+    ],
     ids=["if", "elif"],
 )
 def test_the_other_case_of_a_folder_stays(tmp_path: Path, start: str, quote: str) -> None:
     """Also where a helper has another name, and with both kinds of quotes."""
-    indent = " " * 8
-    text = written(
-        tmp_path,
-        f"{HEAD}def load(job):\n    with job.phase({quote}read{quote}):\n"
-        f"{indent}{start.format(indent, indent)}"
-        f"{indent}    raise OSError\n{indent}else:\n{indent}    put = assign\n"
-        f"{indent}    model = job.build_model()\n"
-        f"{indent}    put(model, torch.load(job.checkpoint), job.device)\n    return model\n",
-        computes_buffers=False,
-    )
+    code = HEAD + OTHER_CASE.format(quote=quote, start=start)
+    text = written(tmp_path, code, computes_buffers=False)
     torch.save((net := torch.nn.Linear(2, 2)).state_dict(), tmp_path / "w.pt")
     names: dict[str, Any] = {}
     exec(text, names)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harms import complaint, first_archive, legacy
+from harms import complaint, legacy
 from state_files import write_state
 
 from weighin.errors import CheckpointError
@@ -49,16 +49,6 @@ def test_slices_lead_to_the_values(tmp_path: Path, ours: bool) -> None:
         if place.contiguous:
             raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
             assert data[place.offset : place.offset + place.nbytes] == raw
-    if not ours:
-        assert places["view"].offset == places["embedding"].offset + 2 * 4
-
-
-def test_state_dicts_with_metadata_and_parameters_are_read(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 4)
-    for state in (model.state_dict(), dict(model.named_parameters())):
-        save(state, tmp_path / "model.pth")
-        places = torch_files.read(tmp_path / "model.pth")
-        assert [place.name for place in places] == ["weight", "bias"]
 
 
 OTHER_LENGTH = "damaged: the storage of 'w' has {} bytes, but its record in the file has"
@@ -80,15 +70,12 @@ FLOATS = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\2NtQ
     [
         (pickled(b"\x8e" + struct.pack("<Q", 2**62)), "truncated: the file ends inside the pickle"),
         (pickled(b"o"), "weighin does not know its instruction 0x6f, at byte 2"),
-        (pickled(b"\xff"), "weighin does not know its instruction 0xff, at byte 2"),
         (pickled(b"X" + struct.pack("<I", 2**31)), "truncated: the file ends inside the pickle"),
         (pickled(b"ctorch\n" + b"x" * 2000), "truncated: the file ends inside the pickle"),
         (pickled(b"h\x05"), "Memo value not found at index 5"),
         (pickled(b"t"), "pop from empty list"),
-        (pickled(b"("), "pop from empty list"),
         (pickled(b"}(K\x01K\x02K\x01K\x03u"), "key 1 occurs twice"),
         (pickled(b"]K\x01K\x02s"), "list assignment index out of range"),
-        (pickled(b"K\x01K\x02a"), "'int' object has no attribute 'append'"),
         (pickled(b"K\x01Q"), "a persistent id does not describe a storage"),
         (pickled(FLOATS.replace(b"torch\nFloatStorage", b"posix\nsystem")), "a storage has the class posix.system, which was NOT executed"),
         (pickled(b"K\x01)R"), "the pickle calls an object that is not a function"),
@@ -110,6 +97,7 @@ INT32 = b"ctorch\nint32\n"
 @pytest.mark.parametrize(
     ("function", "more", "dtype"),
     [
+        (b"tensor_v3", b"\x89}N", ""),
         (b"tensor_v2", b"\x89" + HOOKS, "float32"),
         (b"tensor_v2", INT32 + HOOKS, "float32"),
         (b"tensor_v3", b"\x89" + HOOKS + INT32, "int32"),
@@ -120,14 +108,13 @@ def test_only_the_place_of_an_argument_says_what_it_is(
     tmp_path: Path, function: bytes, more: bytes, dtype: str
 ) -> None:
     call = b"ctorch._utils\n_rebuild_" + function + b"\n(" + FLOATS + PLACE + more + b"tR"
-    found = pickles.load(tmp_path / "x", io.BytesIO(pickled(call))).value
+    file = io.BytesIO(pickled(call))
+    if not dtype:
+        with pytest.raises(CheckpointError, match="_rebuild_tensor_v3 has other arguments than"):
+            pickles.load(tmp_path / "x", file)
+        return
+    found = pickles.load(tmp_path / "x", file).value
     assert (found.dtype_name, found.shape) == (dtype, (2,))
-
-
-def test_the_dtype_of_a_tensor_must_be_one(tmp_path: Path) -> None:
-    call = b"ctorch._utils\n_rebuild_tensor_v3\n(" + FLOATS + PLACE + b"\x89}NtR"
-    with pytest.raises(CheckpointError, match="_rebuild_tensor_v3 has other arguments than"):
-        pickles.load(tmp_path / "x", io.BytesIO(pickled(call)))
 
 
 def test_a_pickle_that_grows_without_end_is_given_up(
@@ -194,10 +181,9 @@ def test_deep_and_wide_values_do_not_matter(tmp_path: Path, kind: type[dict[str,
     assert found["b"] == {1: {2: {3: []}}}
 
 
-@pytest.mark.parametrize("keys", [(), ("0", "0"), ("0", "1"), ("1",)])
-def test_a_list_of_other_storages_is_refused(tmp_path: Path, keys: tuple[str, ...]) -> None:
+def test_two_names_of_one_storage_in_the_list_are_refused(tmp_path: Path) -> None:
     call = b"ctorch._utils\n_rebuild_tensor_v2\n(" + FLOATS + PLACE + b"\x89}tR"
-    head = legacy(pickled(b"}X\1\0\0\0w" + call + b"s"), keys)
+    head = legacy(pickled(b"}X\1\0\0\0w" + call + b"s"), ("0", "0"))
     (path := tmp_path / "model.pth").write_bytes(head + struct.pack("<q", 2) + bytes(8))
     assert message_of(path) == f"{OTHER_LENGTH.format(8)} 0"
 
@@ -231,18 +217,6 @@ def test_two_records_with_one_name_for_torch_are_refused(path: Path, name: str) 
     )
     reader = torch._C.PyTorchFileReader(str(path))
     assert reader.get_record("data/0") == reader.get_record("DATA/0")
-
-
-def test_a_record_whose_header_lies_inside_another_is_refused(path: Path) -> None:
-    header = b"PK\3\4" + bytes(26)
-    other = rewritten(path, {"model/data.pkl": lambda pickle: pickle + header})
-    data = bytearray(other.read_bytes())
-    where = data.index(header)
-    struct.pack_into("<L", data, first_archive(data)[1]["data/0"] + 42, where)
-    other.write_bytes(data)
-    assert message_of(other) == (
-        f"damaged: record 'model/data/0' at byte {where:,} overlaps another, or lies outside the archive"
-    )
 
 
 @pytest.mark.parametrize("length", [3960, 4040])

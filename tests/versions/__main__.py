@@ -29,7 +29,7 @@ TESTED: Final = (
     "deferred", "dtypes", "hostile_files", "hostile_matrix", "inspect",
     "formats", "generate", "measure", "models", "predict", "predict_allocators",
     "predict_figures", "registry", "safetensors_layout", "saving", "snippet",
-    "strategy_options", "load_streaming", "streaming_reads", "selection", "synthesised", "loaders",
+    "strategy_options", "load_streaming", "streaming_reads", "keys", "synthesised", "loaders",
     "verify",
 )  # fmt: skip
 """Unit tests of what runs torch: the loader, the formats, the strategies and the prediction. The loader's
