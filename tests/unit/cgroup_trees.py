@@ -61,11 +61,11 @@ class Kernel:
         is_v1 = layout != "v2"
         self.unified = None if layout == "v1" else folder / "unified"
         self.memory = folder / "memory" if is_v1 else folder / "unified"
-        self._roots = [root for root in dict.fromkeys((self.memory, self.unified)) if root]
+        self.roots = [root for root in dict.fromkeys((self.memory, self.unified)) if root]
         v1 = f"30 23 0:30 / {self.memory} rw - cgroup cgroup rw,memory\n" if is_v1 else ""
         v2 = f"40 23 0:40 / {self.unified} rw - cgroup2 cgroup2 rw\n" if self.unified else ""
         self.mounts.write_text(v1 + v2)
-        for root in self._roots:
+        for root in self.roots:
             root.mkdir()
             self._fill(root)
         if self.unified:
@@ -100,8 +100,8 @@ class Kernel:
 
     def groups(self) -> list[Path]:
         """Return all groups below the roots."""
-        found = (Path(folder) for root in self._roots for folder, _, _ in os.walk(str(root)))
-        return [group for group in found if group not in self._roots]
+        found = (Path(folder) for root in self.roots for folder, _, _ in os.walk(str(root)))
+        return [group for group in found if group not in self.roots]
 
     # -- system calls
 
@@ -128,7 +128,7 @@ class Kernel:
 
     def write(self, path: Path, text: str, *arguments: Any, **options: Any) -> int:
         group = path.parent
-        if not (self._is_group(group) or group in self._roots):
+        if not (self._is_group(group) or group in self.roots):
             return self._write(path, text, *arguments, **options)
         if path in self.refused or not path.exists():  # nobody makes files in a cgroup
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -169,7 +169,7 @@ class Kernel:
     def _enable(self, group: Path, controller: str) -> None:
         if controller not in (group / "cgroup.controllers").read_text().split():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(group))
-        if group not in self._roots and self._members(group):
+        if group not in self.roots and self._members(group):
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(group))
         control = group / "cgroup.subtree_control"
         self._write(control, f"{control.read_text()} {controller}")
@@ -182,7 +182,7 @@ class Kernel:
         files = {"cgroup.procs": ""}
         if self._root_of(group) == self.unified:
             enabled = group.parent / "cgroup.subtree_control"
-            controllers = enabled.read_text().split() if group not in self._roots else []
+            controllers = enabled.read_text().split() if group not in self.roots else []
             files |= {"cgroup.controllers": " ".join(controllers), "cgroup.subtree_control": ""}
             files |= {"memory.pressure": "some avg10=0.00 total=0\n", "cgroup.kill": ""}
             if "memory" in controllers:
@@ -195,10 +195,10 @@ class Kernel:
                 self._write(group / name, text)
 
     def _root_of(self, group: Path) -> Path:
-        return next(root for root in self._roots if group.is_relative_to(root))
+        return next(root for root in self.roots if group.is_relative_to(root))
 
     def _is_group(self, folder: Path) -> bool:
-        return any(root in folder.parents for root in self._roots)
+        return any(root in folder.parents for root in self.roots)
 
     @staticmethod
     def _members(group: Path) -> list[int]:

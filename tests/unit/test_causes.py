@@ -9,12 +9,14 @@ from ran_commands import PID, SECOND_NS, made, process, samples_of, stack
 from snapshots import Compare
 
 from weighin.records.explanation import Facts
-from weighin.result import Kill, OpenFile, Outcome, Peaks, Process, Result, Sample
+from weighin.result import Kill, OpenFile, Outcome, Peaks, Process, Result, Sample, Stack
 from weighin.units import MIB
 
 Case = tuple[Result, list[Sample]]
 
 TORCH = "/v/lib/python3.11/site-packages/torch"
+INIT = f"constant_ ({TORCH}/nn/init.py:165)"
+LINEAR = f"Linear.reset_parameters ({TORCH}/nn/modules/linear.py:120)"
 LOADS = (
     f"_load_from_state_dict ({TORCH}/nn/modules/module.py:2430)",
     f"Module.load_state_dict ({TORCH}/nn/modules/module.py:2600)",
@@ -40,16 +42,23 @@ TWO_COPIES = (100, 300, 540)
 """The anonymous memory of a process that reads 256 MiB and copies most of it, in MiB."""
 
 
-def killed(anon: tuple[int, ...], *, shmem: int = 0, **ran: Any) -> Case:
+def killed(
+    anon: tuple[int, ...],
+    *stacks: Stack,
+    shmem: int = 0,
+    files: tuple[OpenFile, ...] = (),
+    **ran: Any,
+) -> Case:
     """A command with this anonymous memory in MiB, until its limit of 600 MiB killed it."""
     samples = samples_of([each * MIB for each in anon], shmem=shmem * MIB)
-    last = samples[-1]
+    held = samples[-1].anon_bytes
     ran = {
         "kills": (Kill(PID, "python", is_main=True),),
-        "processes": (process(anon=last.anon_bytes, shmem=shmem * MIB),),
+        "processes": (process(anon=held, shmem=shmem * MIB, files=files),),
+        "stacks": stacks,
     } | ran
-    needed = last.anon_bytes + shmem * MIB
-    result = made(Outcome.OOM_KILLED, limit=600 * MIB, needed=needed, at_peak=last, **ran)
+    needed = held + shmem * MIB
+    result = made(Outcome.OOM_KILLED, limit=600 * MIB, needed=needed, at_peak=samples[-1], **ran)
     return result, samples
 
 
@@ -67,32 +76,20 @@ def reading(
     code: str = "",
 ) -> Case:
     """A process with this file, and its stack when it had ``at`` MiB: nearly all, unless given."""
-    usage = (at or anon[-1] - 1) * MIB
-    return killed(
-        anon,
-        processes=(process(anon=anon[-1] * MIB, files=(file,)),),
-        stacks=(stack(usage, *(frames or ("<module> (load.py:7)",)), code=code),),
-    )
+    usage, frames = (at or anon[-1] - 1) * MIB, frames or ("<module> (load.py:7)",)
+    return killed(anon, stack(usage, *frames, code=code), files=(file,))
 
 
 def loading(*files: OpenFile, anon: tuple[int, ...] = TWO_COPIES) -> Case:
-    return killed(
-        anon,
-        processes=(process(anon=anon[-1] * MIB, files=files),),
-        stacks=(stack(120 * MIB, *READS), stack((anon[-1] - 1) * MIB, *LOADS)),
-    )
+    loads = stack((anon[-1] - 1) * MIB, *LOADS)
+    return killed(anon, stack(120 * MIB, *READS), loads, files=files)
 
 
-def model_beside(
-    *anon: int, built_at: int, builds: str = "constant_ (TORCH/nn/init.py:165)"
-) -> Case:
+def model_beside(*anon: int, built_at: int, builds: str = INIT) -> Case:
     """A model that was being built at ``built_at`` MiB, and then a file of 256 MiB is read."""
     late = replace(WEIGHTS, seen_ns=200_000_000)
-    built = stack(built_at * MIB, builds.replace("TORCH", TORCH), "<module> (load.py:9)")
-    reads = stack((anon[-1] - 1) * MIB, *READS)
-    return killed(
-        anon, processes=(process(anon=anon[-1] * MIB, files=(late,)),), stacks=(built, reads)
-    )
+    built = stack(built_at * MIB, builds, "<module> (load.py:9)")
+    return killed(anon, built, stack((anon[-1] - 1) * MIB, *READS), files=(late,))
 
 
 def converting(code: str, anon: tuple[int, ...] = (100, 300, 420)) -> Case:
@@ -107,7 +104,7 @@ def parsing(*frames: str) -> Case:
 
 def importing(*steps: tuple[int, tuple[str, ...]]) -> Case:
     """Stacks with the memory at each, in MiB."""
-    return killed((300,), stacks=tuple(stack(usage * MIB, *frames) for usage, frames in steps))
+    return killed((300,), *(stack(usage * MIB, *frames) for usage, frames in steps))
 
 
 def forked(copied: int | None, children: int = 3, command: str = "/usr/bin/python load.py") -> Case:
@@ -122,13 +119,13 @@ def forked(copied: int | None, children: int = 3, command: str = "/usr/bin/pytho
 
 def grown_fork(copied: int | None) -> Case:
     """A child that grew, of a parent with much memory, so that the copies are no cause of their own."""
-    rise = tuple(stack(usage * MIB, "<module> (load.py:9)", pid=101) for usage in (100, 200, 299))
+    rise = [stack(usage * MIB, "<module> (load.py:9)", pid=101) for usage in (100, 200, 299)]
     child = process(101, anon=300 * MIB, parent=PID, copied_bytes=copied)
-    return killed((300,), processes=(process(anon=600 * MIB), child), stacks=rise)
+    return killed((300,), *rise, processes=(process(anon=600 * MIB), child))
 
 
-def child_with(held: int, **fields: Any) -> Case:
-    child = process(101, anon=held * MIB, command="/usr/bin/python /srv/worker.py", **fields)
+def child_with(held: int) -> Case:
+    child = process(101, anon=held * MIB, command="/usr/bin/python /srv/worker.py")
     return killed((300,), processes=(process(anon=(300 - held) * MIB), child))
 
 
@@ -139,8 +136,8 @@ def limited_by(case: Case, limit_of: str) -> Case:
 def at_one_line(*usages: int, frame: str = "", code: str = "") -> Case:
     """A process that grew in a step that no sample saw, with readings at one line of it."""
     frames = (*([frame] if frame else []), "Log.add (load.py:5)", "<module> (load.py:9)")
-    stacks = tuple(stack(usage * MIB, *frames, code=code) for usage in usages)
-    return killed((10, usages[-1]), stacks=stacks)
+    stacks = [stack(usage * MIB, *frames, code=code) for usage in usages]
+    return killed((10, usages[-1]), *stacks)
 
 
 def cached(held: int) -> Case:
@@ -162,22 +159,17 @@ def without_kinds() -> Case:
     )
 
 
-def ended(case: Case, **changes: Any) -> Case:
-    return replace(case[0], **changes), case[1]
-
-
-def limit_of_command(limit: int | None) -> Case:
+def without_limit() -> Case:
     result, samples = loading(WEIGHTS)
-    return replace(result, cell=replace(result.cell, ram_limit_bytes=limit)), samples
+    return replace(result, cell=replace(result.cell, ram_limit_bytes=None)), samples
 
 
-LINEAR = "Linear.reset_parameters (TORCH/nn/modules/linear.py:120)"
 BUSY = ("spin (load.py:30)",)
 BETWEEN = ("work (load.py:9)", "<module> (load.py:5)")
 
 CASES: dict[str, Case] = {
     "two copies": loading(WEIGHTS),
-    "two copies: without a limit the command to type has none": limit_of_command(None),
+    "two copies: without a limit the command to type has none": without_limit(),
     "two copies: and a limit around, which is less specific": limited_by(loading(WEIGHTS), "/user.slice"),
     "two copies: a model that was built before the weights were read": model_beside(100, 400, 500, built_at=200, builds=LINEAR),
     "no two copies: the same without a model": reading(replace(WEIGHTS, seen_ns=200_000_000), *READS, anon=(100, 400, 500)),
@@ -252,13 +244,13 @@ CASES: dict[str, Case] = {
     "no growth: an optimizer's": at_one_line(100, 150, 250, frame=f"step ({TORCH}/optim/adamw.py:243)"),
     "no growth: numpy's": at_one_line(100, 150, 250, frame="read_array (/v/site-packages/numpy/lib/format.py:8)"),
     "no growth: a graph's": at_one_line(100, 150, 250, frame=f"_run ({TORCH}/autograd/graph.py:841)"),
-    "no growth: torch.nn.init's": at_one_line(100, 150, 250, frame=f"constant_ ({TORCH}/nn/init.py:165)"),
+    "no growth: torch.nn.init's": at_one_line(100, 150, 250, frame=INIT),
 
     "page cache": cached(10),
     "no page cache: the smaller part": cached(200),
-    "no page cache: it was killed": ended(cached(10), outcome=Outcome.OOM_KILLED),
+    "no page cache: it was killed": (replace(cached(10)[0], outcome=Outcome.OOM_KILLED), cached(10)[1]),
     "nothing: no evidence": (made(), []),
-    "nothing: a small command": killed((20,), stacks=(stack(20 * MIB, *LOADS),)),
+    "nothing: a small command": killed((20,), stack(20 * MIB, *LOADS)),
 }  # fmt: skip
 
 

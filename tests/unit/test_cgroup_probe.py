@@ -109,7 +109,7 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (text("v1-6.1", "mountinfo"), (1, GROUPS / "memory"), None),
         ("22 27 0:21 / /proc rw - proc proc rw\n", None, None),
         # A v1 controller whose name only contains memory is another.
-        ("35 31 0:32 / /sys/fs/cgroup/x rw - cgroup cgroup rw,name=memory\n", None, None)
+        ("35 31 0:32 / /sys/fs/cgroup/x rw - cgroup cgroup rw,name=memory\n", None, None),
     ],
     ids=[*HYBRIDS, "v1", "none", "another controller"],
 )  # fmt: skip

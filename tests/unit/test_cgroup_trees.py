@@ -37,18 +37,6 @@ def started(cell: Cell) -> Started:
     return CgroupIsolation().start(cell, cell.command, "/", Streams())
 
 
-def roots(kernel: Kernel) -> list[Path]:
-    """The folders in which a cell's groups belong, in their order."""
-    return list(dict.fromkeys(root for root in (kernel.memory, kernel.unified) if root))
-
-
-def is_v2(kernel: Kernel) -> bool:
-    return kernel.memory == kernel.unified
-
-
-# -- limits
-
-
 Rows = list[tuple[dict[str, int], dict[str, object]]]
 
 HARD, SOFT = {"ram_limit_bytes": 64 * MIB}, {"ram_high_bytes": 32 * MIB}
@@ -74,7 +62,7 @@ def test_a_command_enters_its_limited_groups(
 ) -> None:
     cell = command("sh", "-c", 'exit "$CODE"', environment={"CODE": "3"}, **fields)
     with closing(started(cell)) as running:
-        assert [group.parent for group in running.groups] == roots(kernel)
+        assert [group.parent for group in running.groups] == kernel.roots
         assert running.cgroup == running.groups[0]
         for name, value in files.items():
             assert (running.groups[0] / f"memory.{name}").read_text() == str(value), name
@@ -92,7 +80,9 @@ def test_a_limit_is_lifted_although_the_kernel_wants_the_larger_limit_first(kern
         assert group.parent == kernel.memory
         assert Cgroup(group).read("limit") == 64 * MIB
         Cgroup(group).raise_limit()
-        assert Cgroup(group).file("limit").read_text() == ("max" if is_v2(kernel) else "-1")
+        assert Cgroup(group).file("limit").read_text() == (
+            "max" if kernel.memory == kernel.unified else "-1"
+        )
 
 
 def test_a_machine_that_can_limit_passes_the_check_and_keeps_no_group(kernel: Kernel) -> None:
@@ -126,7 +116,7 @@ def uncounted_swap(kernel: Kernel) -> None:
     [
         ("v1", no_controller), ("hybrid", no_controller), ("v2", no_controller), ("hybrid", may_not),
         ("v1", refused_later), ("hybrid", refused_later), ("v2", refused_later),
-        ("v1", uncounted_swap), ("v2", uncounted_swap)
+        ("v1", uncounted_swap), ("v2", uncounted_swap),
     ],
     indirect=["kernel"],
 )  # fmt: skip
@@ -188,7 +178,7 @@ def test_a_worker_is_in_all_its_groups_before_its_first_instruction(kernel: Kern
     try:
         assert pipes.printed() == [f"{running.pid} fast".encode()]
         groups = kernel.groups()
-        assert {group.parent for group in groups} == set(roots(kernel))
+        assert {group.parent for group in groups} == set(kernel.roots)
         assert {(g / "cgroup.procs").read_text() for g in groups} == {"0"}  # it entered itself
         assert running.cgroup and running.cgroup.parent == kernel.memory
         assert Cgroup(running.cgroup).read("limit") == 64 * MIB
@@ -347,7 +337,7 @@ def test_what_dead_runs_left_in_any_hierarchy_is_removed(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, sleeper: int
 ) -> None:
     monkeypatch.delenv(LOCK_VARIABLE)
-    dead = [root / f"weighin.{ENDED}.0" for root in roots(kernel)]
+    dead = [root / f"weighin.{ENDED}.0" for root in kernel.roots]
     of_another_lock = kernel.memory / f"weighin.{ENDED}.0-0a1b2c3d"
     # An ordinary user's own process is in the leaf.
     others = (f"weighin.{this_process()}.0", f"other.{ENDED}.0", PARENT_LEAF, "init.scope")

@@ -166,7 +166,7 @@ AROUND = "/user.slice/run.scope"
         ("machine", None, f"{KILLED} machine had no memory left"),
         ("escape", None,
          "x (pid 1) left the cgroup, so the figures are of a part of it and its limit is not valid"
-         " (--isolation process measures all processes); it ended with ok")
+         " (--isolation process measures all processes); it ended with ok"),
     ],
     ids=["around", "far around", "unknown", "machine", "escape"],
 )  # fmt: skip

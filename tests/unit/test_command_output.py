@@ -73,7 +73,7 @@ def test_lines_that_match_are_marks_in_the_order_of_time(tmp_path: Path) -> None
     [
         *((each, ["two"]) for each in ("^two$", "two(?!\\s)", "^t\\w+o\\Z", r"\Atwo", r"two\s*+$", "[^x]wo", "^(two|2)$")),
         # It does not reach into the next line.
-        (r"two\s+three", []), ("two[^x]", [])
+        (r"two\s+three", []), ("two[^x]", []),
     ],
 )  # fmt: skip
 def test_a_pattern_is_looked_for_in_each_line_by_itself(

@@ -168,7 +168,7 @@ def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
     allocator.peaks[2] = 3 * GIB
     assert memory.notes() == [
         "the CUDA allocator is cudaMallocAsync: requested and reserved bytes are figures of the"
-        " driver's pool, not of torch's blocks"
+        " driver's pool, not of torch's blocks",
     ]
     assert memory.notes_at_end() == ["the load also used cuda:2, but all figures are of cuda:1"]
 

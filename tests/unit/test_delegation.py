@@ -3,7 +3,6 @@
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -35,10 +34,11 @@ def refuse_root(kernel: Kernel) -> None:
     kernel.refused |= {kernel.memory, kernel.memory / "cgroup.subtree_control"}
 
 
-def own_scope(kernel: Kernel) -> Path:
-    """Return a scope of a user who may make groups there alone."""
-    group = scope(kernel)
-    refuse_root(kernel)
+@pytest.fixture
+def group(v2: Kernel) -> Path:
+    """A scope of a user who may make groups there alone."""
+    group = scope(v2)
+    refuse_root(v2)
     return group
 
 
@@ -95,8 +95,7 @@ def test_cells_stay_in_the_group_of_a_container(
     assert cgroup.groups_root() == expected
 
 
-def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(v2: Kernel) -> None:
-    group = own_scope(v2)
+def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(group: Path) -> None:
     for _ in range(2):  # a process in the leaf finds the scope again
         assert cgroup.groups_root() == group
         assert [each.name for each in group.iterdir() if each.is_dir()] == [LEAF]
@@ -106,20 +105,20 @@ def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(v2:
         cgroup.groups_root.cache_clear()
 
 
-def test_processes_that_start_while_others_are_moved_are_moved_too(
-    v2: Kernel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("forks", [2, 1000])
+def test_processes_that_start_while_others_are_moved_are_moved_too_but_not_for_ever(
+    v2: Kernel, group: Path, monkeypatch: pytest.MonkeyPatch, forks: int
 ) -> None:
-    group = own_scope(v2)
-    put, started = v2.put, [1001, 1002]
+    put, started = v2.put, iter(range(1001, 1001 + forks))
 
     def fork(pid: int, target: Path) -> None:
-        if target == group / LEAF and started:
-            put(started.pop(), group)
         put(pid, target)
+        if target == group / LEAF and (new := next(started, None)):
+            put(new, group)
 
     monkeypatch.setattr(v2, "put", fork)
-    assert cgroup.groups_root() == group
-    assert len(members(group / LEAF)) == 3
+    assert cgroup.groups_root() == (group if forks == 2 else None)
+    assert forks > 2 or len(members(group / LEAF)) == 3
 
 
 def test_a_process_that_ends_before_it_is_moved_does_not_keep_the_others(v2: Kernel) -> None:
@@ -149,23 +148,7 @@ def test_a_folder_whose_controller_is_on_but_in_which_this_user_makes_nothing(v2
     assert cgroup.groups_root() is None
 
 
-def test_a_group_whose_processes_fork_again_and_again_is_no_root(
-    v2: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = own_scope(v2)
-    put, numbers = v2.put, count(1001)
-
-    def fork(pid: int, target: Path) -> None:
-        put(pid, target)
-        if target.name == LEAF:
-            put(next(numbers), group)
-
-    monkeypatch.setattr(v2, "put", fork)
-    assert cgroup.groups_root() is None
-
-
-def test_a_leaf_into_which_nothing_can_be_moved_does_not_stay(v2: Kernel) -> None:
-    group = own_scope(v2)
+def test_a_leaf_into_which_nothing_can_be_moved_does_not_stay(v2: Kernel, group: Path) -> None:
     v2.refused.add(group / LEAF / "cgroup.procs")
     assert cgroup.groups_root() is None
     assert not (group / LEAF).exists()
@@ -173,9 +156,8 @@ def test_a_leaf_into_which_nothing_can_be_moved_does_not_stay(v2: Kernel) -> Non
 
 @pytest.mark.parametrize("moved", [[], [1001]], ids=["no leaf", "the leaf of an earlier run"])
 def test_in_a_scope_without_the_memory_controller_all_processes_stay_where_they_are(
-    v2: Kernel, moved: list[int]
+    v2: Kernel, group: Path, moved: list[int]
 ) -> None:
-    group = own_scope(v2)
     for pid in moved:
         (group / LEAF).mkdir()
         v2.put(pid, group / LEAF)

@@ -49,6 +49,7 @@ HOST = socket.gethostname()
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedEngine]:
     """An engine of another machine: the container's first process is none of the container here."""
+    monkeypatch.setenv(LOCK_VARIABLE, "/run/a.lock")
     with playing(tmp_path, monkeypatch) as played:
         played.state(Pid=os.getpid(), Running=True)
         yield played
@@ -86,13 +87,8 @@ def shown(engine: RecordedEngine, folder: Path) -> str:
     if body.get("User") == USER:
         body["User"] = "USER"
     text = json.dumps(body, indent=1, sort_keys=True)
-    for value, name in (
-        (str(folder), "FOLDER"),
-        (this_process(), "OWNER"),
-        (f'"{HOST}"', '"HOST"'),
-    ):
-        text = text.replace(value, name)
-    return text + "\n"
+    text = text.replace(str(folder), "FOLDER").replace(this_process(), "OWNER")
+    return text.replace(f'"{HOST}"', '"HOST"') + "\n"
 
 
 WORKERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -117,7 +113,6 @@ def test_what_an_engine_creates_for_a_worker(
 ) -> None:
     fields, info = WORKERS[name]
     engine.has("GET /info", **info)
-    monkeypatch.delenv(LOCK_VARIABLE)
     files = {"/dev": [Path("/dev/null")]}
     monkeypatch.setattr(Path, "glob", lambda path, _: files.get(str(path), []))
     cell = replace(JOB.cell, isolation="docker", **fields)
@@ -125,9 +120,7 @@ def test_what_an_engine_creates_for_a_worker(
     same(f"docker/{name.replace(' ', '_')}.json", shown(engine, tmp_path))
 
 
-def test_a_save_may_write_to_its_folder_alone(
-    engine: RecordedEngine, tmp_path: Path, same: Compare
-) -> None:
+def test_a_save_may_write_to_its_folder_alone(engine: RecordedEngine, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (link := tmp_path / "link").symlink_to(tmp_path / "real")
     foreign(engine, lambda: start(replace(JOB, target=str(link))))
@@ -138,15 +131,9 @@ def test_a_save_may_write_to_its_folder_alone(
 
 @pytest.mark.parametrize("image", ["", "some:image"], ids=["this machine", "an image"])
 def test_a_command_sees_its_folder_and_runs_as_this_user(
-    image: str,
-    engine: RecordedEngine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    same: Compare,
+    image: str, engine: RecordedEngine, tmp_path: Path, same: Compare
 ) -> None:
-    monkeypatch.delenv(LOCK_VARIABLE)
-    data = tmp_path / "data"
-    data.touch()
+    (data := tmp_path / "data").touch()
     cell = Cell.of_command("serve", ("serve", "model"), "docker", ram_limit_bytes=64 * MIB)
     with Path(os.devnull).open("r+b") as nothing, pytest.raises(IsolationUnavailable):
         streams = Streams(*[nothing.fileno()] * 3)
@@ -267,54 +254,38 @@ def test_a_container_whose_first_process_ends_at_once(engine: RecordedEngine) ->
     engine.attached().close()
 
 
-ADDRESS = "unix:///var/run/docker.sock"
-NO_PARAMIKO = "Install paramiko package to enable ssh:// support\nmore"
-
-
-class StoppedEngine:
-    """An engine that answered when the worker started, and is gone since."""
-
-    def __getattr__(self, _: str) -> Any:
-        def refuse(*_: object, **__: object) -> None:
-            cause = FileNotFoundError(2, "No such file or directory")
-            protocol = urllib3.exceptions.ProtocolError("Connection aborted.", cause)
-            raise requests.exceptions.ConnectionError(protocol)
-
-        return refuse
-
-
-def raised(error: Exception, doing: str) -> None:
-    with explained(doing):
+def raising(error: Exception) -> Callable[..., Any]:
+    def act(*_: object, **__: object) -> None:
         raise error
 
+    return act
 
-def unreachable(error: Exception) -> None:
-    def refuse(*_: object) -> None:
-        raise error
 
+def unreachable(error: Exception, address: str = "unix:///var/run/docker.sock") -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DOCKER_HOST", ADDRESS)
-        patch.setattr(socket.socket, "connect", refuse)
-        DockerIsolation().check()
-
-
-def said_by_an_engine(words: str) -> APIError:
-    response = requests.Response()
-    response.status_code = 500
-    return APIError("the HTTP library's words", response=response, explanation=words)
+        patch.setenv("DOCKER_HOST", address)
+        patch.setattr(socket.socket, "connect", raising(error))
+        return refused(DockerIsolation().check)
 
 
 def test_what_is_said_of_an_engine_that_cannot_be_used(same: Compare, tmp_path: Path) -> None:
-    stopped: Any = StoppedEngine()
-    memory = said_by_an_engine("Minimum memory limit allowed is 6MB")
+    response = requests.Response()
+    response.status_code = 500
+    words = "Minimum memory limit allowed is 6MB"
+    memory = APIError("the HTTP library's words", response=response, explanation=words)
     image = docker.errors.ImageNotFound("No such image: some:image")
+    # It answered when the worker started, and is gone since.
+    cause = FileNotFoundError(2, "No such file or directory")
+    aborted = urllib3.exceptions.ProtocolError("Connection aborted.", cause)
+    stopped = requests.exceptions.ConnectionError(aborted)
+    client: Any = SimpleNamespace(remove_container=raising(stopped))
     texts = [
-        refused(unreachable, PermissionError(13, "Permission denied")),
-        refused(unreachable, ConnectionRefusedError(111, "Connection refused")),
-        refused(unreachable, DockerException(NO_PARAMIKO)),
-        refused(raised, memory, "run a container"),
-        refused(raised, image, "describe an image"),
-        refused(remove, stopped, "weighin-1"),
+        unreachable(PermissionError(13, "Permission denied")),
+        unreachable(ConnectionRefusedError(111, "Connection refused")),
+        unreachable(DockerException("Install paramiko package to enable ssh:// support\nmore")),
+        refused(explained("run a container")(raising(memory))),
+        refused(explained("describe an image")(raising(image))),
+        refused(remove, client, "weighin-1"),
     ]
     same("docker/unusable.txt", "\n\n".join(texts) + "\n")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(IsolationUnavailable) as caught:
@@ -333,20 +304,18 @@ def test_the_containers_of_dead_runs_on_this_machine_are_removed(
     engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = "-".join(["1", "1", *this_process().split("-")[2:]])
-
-    def container(name: str, owner: str, **lock: str) -> dict[str, Any]:
-        labels = {"weighin.owner": owner, "weighin.host": HOST}
-        labels |= {f"weighin.{key}": value for key, value in lock.items()}
-        return {"Id": CONTAINER, "Names": [f"/{name}"], "Labels": labels}
-
-    containers = [
-        container("weighin-1-dead", ended),
-        container("weighin-2-living", this_process()),
-        container("weighin-3-other-lock", ended, lock="-0a1b2c3d"),
-    ]
+    containers = []
+    for name, owner, lock in (
+        ("weighin-1-dead", ended, None),
+        ("weighin-2-living", this_process(), None),
+        ("weighin-3-other-lock", ended, "-0a1b2c3d"),
+    ):
+        labels = {"weighin.owner": owner, "weighin.host": HOST} | (
+            {"weighin.lock": lock} if lock else {}
+        )
+        containers.append({"Id": CONTAINER, "Names": [f"/{name}"], "Labels": labels})
     engine.says("GET /containers/json", Answer(200, containers))
     isolation = DockerIsolation()
-    monkeypatch.setenv(LOCK_VARIABLE, "/run/a.lock")
     assert isolation.remove_stale() == []
     monkeypatch.delenv(LOCK_VARIABLE)
     assert isolation.remove_stale() == [
@@ -410,15 +379,12 @@ def test_a_container_that_only_the_engine_may_kill(
     sleeper: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def denied(*_: object) -> None:
-        raise PermissionError
-
     (running := Held(sleeper)).others = (1,)
     state = Answer(200, {"Running": not is_over, "ExitCode": code})
     engine.says("GET /exec/ID/json", state, Answer(404, {"message": "no such exec"}))
     engine.says("POST /containers/ID/kill", Answer(status, {"message": "out of order"}))
     engine.says("DELETE /containers/ID", Answer(500, {"message": "out of order"}))
-    monkeypatch.setattr(child_process, "signal_each", denied)
+    monkeypatch.setattr(child_process, "signal_each", raising(PermissionError()))
     running.kill()
     running.kill()
     assert engine.calls() == ["POST /containers/ID/kill"] * 2  # also after a failed inspection

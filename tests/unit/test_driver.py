@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -385,25 +386,15 @@ def test_a_node_waits_for_its_own_free_ram(
 def test_a_node_that_is_to_stop_has_one_deadline_for_all_that_it_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Talks:
-        printed, end_s = b"", time.monotonic() + 60
+    end_s = time.monotonic() + 60
 
-        def __init__(self, *_: object) -> None: ...
+    def receive(_: float) -> dict[str, Any]:
+        assert time.monotonic() < end_s, "it is heard without end"
+        time.sleep(0.01)
+        return {}
 
-        def receive(self, _: float) -> dict[str, Any]:
-            assert time.monotonic() < self.end_s, "it is heard without end"
-            time.sleep(0.01)
-            return {}
-
-        def wait(self, timeout_s: float = 0.0) -> int:
-            return -9
-
-        def send(self, *_: object, **__: object) -> None: ...
-
-        def nothing(self) -> None: ...
-
-        kill = close = nothing
-
-    monkeypatch.setattr(fleet_node, "Child", Talks)
+    calls = dict.fromkeys(("send", "kill", "close"), lambda *_, **__: None)
+    child = SimpleNamespace(printed=b"", receive=receive, wait=lambda *_, **__: -9, **calls)
+    monkeypatch.setattr(fleet_node, "Child", lambda *_: child)
     monkeypatch.setattr(fleet_node, "_PATIENCE_S", 0.1)
     assert fleet_node.run({}, {}, lambda: True) == {"ended": {"why": "exit code -9"}}

@@ -58,7 +58,7 @@ PYTHON = (14734, "python3", (65152, 6644, 0))
         (V1_6_18, None, []),
         (V2_5_15, "/user.slice/hello-cg", [kill(1284158, "stress-ng-vm", (1045532, 1372, 36))]),
         (V1_5_2, "/foo", [kill(7997, "bash", (8, 4, 0))]),
-        (MACHINE_6_8, "/system.slice/app.service", [kill(2621226, "uvicorn", (595900, 392, 0), "machine")])
+        (MACHINE_6_8, "/system.slice/app.service", [kill(2621226, "uvicorn", (595900, 392, 0), "machine")]),
     ],
     ids=["v1", "limit around", "begins so", "no group", "v2", "before 5.3", "machine"],
 )  # fmt: skip

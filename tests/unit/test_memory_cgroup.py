@@ -165,7 +165,7 @@ STAT = {
         ({"inactive_file": 60, "unevictable": 60}, 300, 60, 0, 404),
         # The others are on no list now.
         ({"inactive_file": 60, "unevictable": 15}, 300, 15, 0, 359),
-        ({"kernel": 20}, 200, 0, 100, 224)
+        ({"kernel": 20}, 200, 0, 100, 224),
     ],
     ids=["freed", "locked", "in part locked", "kernel"],
 )  # fmt: skip
