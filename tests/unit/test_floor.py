@@ -29,7 +29,6 @@ from weighin.settings.definition import Settings
 from weighin.units import GIB, MIB
 
 CELL = make_cell("streaming", ram_limit_bytes=None)
-OTHER = replace(CELL, strategy="baseline")
 Outcomes = Callable[[int, int], Outcome]
 """What comes of a limit, in bytes, and of its repeat."""
 
@@ -107,17 +106,6 @@ def test_which_limits_are_tried_and_what_is_found(
     assert limits(results)[: len(tried)] == tried
     (floor,) = floors(results)
     assert (floor.bytes, floor.message) == (floor_mib and floor_mib * MIB, message)
-
-
-def test_a_floor_has_its_figures() -> None:
-    (floor,) = floors(search(above(1010 * MIB)))
-    assert (floor.bytes, floor.step_bytes) == (1016 * MIB, 8 * MIB)
-    assert (floor.passed, floor.failed, floor.cells, floor.message) == (3, 1, 6, "")
-    assert floor.import_bytes == 144 * MIB
-    assert floor.at_floor and floor.at_floor.judgement
-    assert floor.at_floor.judgement.verdict is Verdict.SURVIVES
-    assert floor.with_room and floor.with_room.result.cell.ram_limit_bytes == 1118 * MIB
-    assert floor.unlimited and floor.unlimited.judgement is None
 
 
 @given(
@@ -262,14 +250,6 @@ def test_a_command_that_needs_next_to_nothing_works_under_the_least_limit(
 # -- the verb
 
 
-def searching(*cells: Cell, skip: str = "", **settings: Any) -> Run:
-    planned = [Planned(cell) for cell in cells or (CELL,)]
-    planned[0] = replace(planned[0], skip=skip)
-    usual: dict[str, Any] = {"within": 0.01, "aim": Aim.SURVIVES}
-    chosen = Settings().model_copy(update=usual | settings)
-    return Run(Path("run"), planned, PlayedIsolation([]), chosen)
-
-
 def test_floors_are_found_one_after_the_other_and_each_step_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -287,7 +267,10 @@ def test_floors_are_found_one_after_the_other_and_each_step_is_told(
 
     monkeypatch.setattr(cgroup, "ram_bytes", lambda _: (64 * GIB, 64 * GIB))
     monkeypatch.setattr(runner, "run", run)
-    task = searching(replace(CELL, strategy="broken"), CELL, OTHER, skip="no")
+    skipped = Planned(replace(CELL, strategy="broken"), skip="no")
+    settings = Settings().model_copy(update={"within": 0.01, "aim": Aim.SURVIVES})
+    planned = [skipped, Planned(CELL), Planned(replace(CELL, strategy="baseline"))]
+    task = Run(Path("run"), planned, PlayedIsolation([]), settings)
     assert runner.search(task, Progress(narrowed=told.append)) is results
     strategies = [one.cell.strategy for one in results]
     assert strategies == ["broken"] + ["streaming"] * 6 + ["baseline"] * 6

@@ -74,25 +74,25 @@ def annotations(judgement: GateResult) -> str:
     return "".join(f"{line}\n" for line in tables.annotations(judgement, "ci/base line,1.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("mixed.txt", lambda: terminal(mixed())),
-        ("mixed-all.txt", lambda: terminal(mixed(), whole=True)),
-        ("mixed.md", lambda: tables.write_markdown(mixed())),
-        ("unchanged-all.md", lambda: tables.write_markdown(unchanged(), whole=True)),
-        ("mixed.xml", lambda: tables.junit(mixed())),
-        ("mixed.json", lambda: as_json(mixed())),
-        ("mixed-annotations.txt", lambda: annotations(mixed())),
-        ("kept.txt", lambda: terminal(kept(), whole=True)),
-        ("kept.md", lambda: tables.write_markdown(kept())),
-        ("kept.json", lambda: as_json(kept())),
-        ("unchanged.txt", lambda: terminal(unchanged())),
-        ("unchanged.md", lambda: tables.write_markdown(unchanged())),
-    ],
-)
-def test_the_whole_text(name: str, write: Callable[[], str], same: Compare) -> None:
-    same(f"gate/{name}", write())
+FORMS: dict[str, Callable[[], str]] = {
+    "mixed.txt": lambda: terminal(mixed()),
+    "mixed-all.txt": lambda: terminal(mixed(), whole=True),
+    "mixed.md": lambda: tables.write_markdown(mixed()),
+    "unchanged-all.md": lambda: tables.write_markdown(unchanged(), whole=True),
+    "mixed.xml": lambda: tables.junit(mixed()),
+    "mixed.json": lambda: as_json(mixed()),
+    "mixed-annotations.txt": lambda: annotations(mixed()),
+    "kept.txt": lambda: terminal(kept(), whole=True),
+    "kept.md": lambda: tables.write_markdown(kept()),
+    "kept.json": lambda: as_json(kept()),
+    "unchanged.txt": lambda: terminal(unchanged()),
+    "unchanged.md": lambda: tables.write_markdown(unchanged()),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_whole_text(name: str, same: Compare) -> None:
+    same(f"gate/{name}", FORMS[name]())
 
 
 def test_names_from_elsewhere_cannot_break_any_output() -> None:

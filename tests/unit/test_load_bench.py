@@ -21,6 +21,7 @@ from weighin.result import Outcome, Result
 from weighin.run import loads, runner
 from weighin.run.loads import Loads
 from weighin.settings.definition import check_suite
+from weighin.suite import registry
 from weighin.suite.registry import versions
 from weighin.units import MIB
 
@@ -213,17 +214,11 @@ def test_a_run_of_skipped_cells_prepares_nothing() -> None:
     assert (result.outcome, result.environment, jobs_of(run)) == (Outcome.SKIPPED, {}, [])
 
 
-@pytest.fixture
-def own() -> Path:
-    """A user's own checkpoint of the smallest model."""
-    made = cache.ensure(asked(DONE).planned[0].cell.model, "pt").path
-    Path("mine.pt").write_bytes(made.read_bytes())
-    for path in Path("run").iterdir():
-        path.unlink()
-    return Path("mine.pt").absolute()
+def test_a_users_checkpoint_that_changes_stops_the_run() -> None:
+    model = registry.model("gpt2-tiny")
+    own = Path("mine.pt").absolute()
+    own.write_bytes(cache.ensure(model, "pt").path.read_bytes())
 
-
-def test_a_users_checkpoint_that_changes_stops_the_run(own: Path) -> None:
     def change() -> None:
         with own.open("ab") as file:
             file.write(b"\0")
