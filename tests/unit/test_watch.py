@@ -203,13 +203,16 @@ PLAYED: dict[str, tuple[Script, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLAYED)
-def test_what_comes_of_a_worker(name: str) -> None:
-    script, given, expected = PLAYED[name]
+def check(script: Script, given: dict[str, Any], expected: dict[str, Any]) -> None:
     options = {key: given[key] for key in ("ranks", "ram", "use") if key in given}
     seen = Seen(**{key: given[key] for key in given if key not in {*options, "ended"}})
     result = watched(played(script, given.get("ended", OK), seen=seen), **options)
     assert {path: figure(result, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_what_comes_of_a_worker(name: str) -> None:
+    check(*PLAYED[name])
 
 
 def test_without_pid_and_cgroup_only_the_events_are_known() -> None:
@@ -219,66 +222,61 @@ def test_without_pid_and_cgroup_only_the_events_are_known() -> None:
     assert result.warnings == ("the engine runs elsewhere",)
 
 
+# -- a forward pass that fails
+
 WHOLE = [*LOADED, begin("touch"), phase("touch", 450), ready()]
 PASS = [*WHOLE, begin("forward")]
 IN_PASS = "the measured process was ended by {} in phase 'forward'"
+LEFT_0 = [
+    of(0, failed("strategy_failed", "a")),
+    fakes.event("ended", rank=0, code=1, signal=None, stderr_tail=""),
+]
+IN_BOTH = [*BOTH[:-3], of(0, begin("forward")), of(1, begin("forward"))]
+OF_BOTH = {"ranks": 2, "ended": ENDED}
 
 
-def fails(text: str, outcome: str = "strategy_failed") -> Script:
-    return [*PASS, failed(outcome, text)]
+def fails(text: str, outcome: str = "strategy_failed", script: Script = PASS) -> Script:
+    return [*script, failed(outcome, text)]
 
 
-@pytest.mark.parametrize(
-    ("script", "ended", "outcome", "message", "says"),
-    [
-        (fails("boom"), ENDED, "ok", "", "boom"),
-        (fails("nan", "wrong_weights"), ENDED, "ok", "", "nan"),
-        (PASS, CRASHED, "ok", "", IN_PASS.format("SIGABRT")),
-        (PASS, KILLED, "strategy_failed", IN_PASS.format("SIGKILL"), ""),
-        (PASS, Exit(None, signal=15), "strategy_failed", IN_PASS.format("SIGTERM"), ""),
-        (PASS, OK, "strategy_failed", "the measured process ended with exit code 0 in phase 'forward'", ""),
-        *((fails(error), ENDED, "strategy_failed", error, "") for error in (
-            "RuntimeError: DefaultCPUAllocator: can't allocate memory",
-            "OSError: [Errno 12] Cannot allocate memory",
-            "MemoryError",
-        )),
-        (fails("full", "cuda_oom"), ENDED, "cuda_oom", "full", ""),
-        ([*LOADED, failed("strategy_failed", "boom")], ENDED, "strategy_failed", "boom", ""),
-        ([*WHOLE, failed("wrong_weights", "a")], ENDED, "wrong_weights", "a", ""),
-        ([*WHOLE, begin("use: mine"), failed("use_failed", "mine: boom")], ENDED, "use_failed", "mine: boom; every weight is right", ""),
-    ],
-    ids=range(1, 14),
-)  # fmt: skip
-def test_only_a_forward_pass_that_fails_after_a_right_load_is_the_models_fault(
-    script: Script, ended: Exit, outcome: str, message: str, says: str
-) -> None:
-    result = watched(played(script, ended))
-    assert (result.outcome, result.message) == (outcome, message)
-    assert (result.last_phase is None) == (outcome == "ok")
-    warning = (
-        f"the forward pass of m fails: {says}. Every weight is right. To measure the load alone:"
-        " --use none"
-    )
-    assert result.warnings == ((warning,) if says else ())
+def of_the_model(script: Script, says: str, ended: Exit = ENDED, ranks: int = 1) -> Any:
+    warning = f"the forward pass of m fails: {says}. Every weight is right. To measure the load alone: --use none"
+    expected = {"outcome": "ok", "message": "", "last_phase": None, "warnings": (warning,)}
+    return script, {"ended": ended, "ranks": ranks}, expected
 
 
-FAILED_0 = [of(0, failed("strategy_failed", "a")), fakes.event("ended", rank=0, code=1, signal=None, stderr_tail="")]  # fmt: skip
+def of_the_load(
+    script: Script, message: str, ended: Exit = ENDED, outcome: str = "strategy_failed"
+) -> Any:
+    return script, {"ended": ended}, {"outcome": outcome, "message": message, "warnings": ()}
 
 
-@pytest.mark.parametrize(
-    ("then", "is_fault_of_model"),
-    [(FAILED_0, True), ([*FAILED_0, of(1, failed("wrong_weights", "b"))], True), ([], False)],
-    ids=["one failed", "both failed", "the process that starts the ranks ended"],
-)
-@pytest.mark.parametrize("compares", [False, True], ids=["all in forward", "one compares"])
-def test_a_forward_pass_of_ranks_fails_after_a_right_load_only_if_every_rank_is_in_it(
-    compares: bool, then: list[bytes], is_fault_of_model: bool
-) -> None:
-    begun = [of(0, begin("forward")), *([] if compares else [of(1, begin("forward"))])]
-    result = watched(played([*BOTH[:-3], *begun, *then], ENDED), ranks=2)
-    is_fault_of_model &= not compares
-    assert (result.outcome is Outcome.OK) == is_fault_of_model
-    assert any("Every weight is right" in each for each in result.warnings) == is_fault_of_model
+PASSED: dict[str, Any] = {
+    "it raises": of_the_model(fails("boom"), "boom"),
+    "its output is not finite": of_the_model(fails("nan", "wrong_weights"), "nan"),
+    "it crashes": of_the_model(PASS, IN_PASS.format("SIGABRT"), CRASHED),
+    "it is killed": of_the_load(PASS, IN_PASS.format("SIGKILL"), KILLED),
+    "it is stopped": of_the_load(PASS, IN_PASS.format("SIGTERM"), Exit(None, signal=15)),
+    "it exits": of_the_load(PASS, "the measured process ended with exit code 0 in phase 'forward'", OK),
+    **{f"it lacks memory: {error}": of_the_load(fails(error), error) for error in (
+        "RuntimeError: DefaultCPUAllocator: can't allocate memory", "OSError: [Errno 12] Cannot allocate memory", "MemoryError",
+    )},
+    "it lacks memory of the GPU": of_the_load(fails("full", "cuda_oom"), "full", outcome="cuda_oom"),
+    "the load raises": of_the_load(fails("boom", script=LOADED), "boom"),
+    "the weights are wrong": of_the_load(fails("a", "wrong_weights", WHOLE), "a", outcome="wrong_weights"),
+    "a use raises": of_the_load([*WHOLE, begin("use: mine"), failed("use_failed", "mine: boom")], "mine: boom; every weight is right", outcome="use_failed"),
+    "one of two ranks in it raises": of_the_model([*IN_BOTH, *LEFT_0], "rank 0: a", ranks=2),
+    "both do": of_the_model([*IN_BOTH, *LEFT_0, of(1, failed("wrong_weights", "b"))], "rank 0: a", ranks=2),
+    "one raises while the other compares": ([*IN_BOTH[:-1], *LEFT_0], OF_BOTH, {"outcome": "strategy_failed", "warnings": ()}),
+    "both fail, and one compares": ([*IN_BOTH[:-1], *LEFT_0, of(1, failed("wrong_weights", "b"))], OF_BOTH, {"outcome": "strategy_failed", "warnings": ()}),
+    "the process that starts the ranks ends": (IN_BOTH, OF_BOTH, {"outcome": "strategy_failed", "warnings": ()}),
+    "it ends, and one compares": (IN_BOTH[:-1], OF_BOTH, {"outcome": "strategy_failed", "warnings": ()}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_only_a_forward_pass_that_fails_after_a_right_load_is_the_models_fault(name: str) -> None:
+    check(*PASSED[name])
 
 
 @given(st.integers(0, len(DONE)))
