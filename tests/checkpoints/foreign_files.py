@@ -167,12 +167,8 @@ def _save_legacy(file: Path) -> None:
 
 
 _FILES: Final[dict[str, tuple[Maker, str]]] = {
-    "a TorchScript program": (
-        _script, r"a TorchScript program, not only weights\n.*write its weights: python -c .*torch.jit.load",
-    ),
-    "an exported program (.pt2)": (
-        _exported, r"an exported program \(torch.export\), not only weights\n.*write its weights: python -c",
-    ),
+    "a TorchScript program": (_script, r"a TorchScript program, not only weights\n.*write its weights: python -c .*torch.jit.load"),
+    "an exported program (.pt2)": (_exported, r"an exported program \(torch.export\), not only weights\n.*write its weights: python -c"),
     "a whole pickled module": (_module, r"a whole pickled module .* was NOT executed\n.*torch.save\(model.state_dict"),
     "the tar format of torch 0.1": (_torch_0_1, r"in the tar format of torch 0.1\n.*save it again"),
     "a pickle of pickle.dump": (
@@ -186,15 +182,11 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
     "a checkpoint that a zip program compressed": (_repacked, r"is compressed or encrypted\nsave it again: python -c .*torch.load"),
     "a checkpoint in a tar archive": (_in_tar, r"a tar archive\nunpack it, and give the checkpoint in it: tar xf "),
     "a checkpoint in gzip": (
-        _packed("model.pt.gz", gzip.compress),
-        r"compressed with gzip\nunpack it: gzip -dc \S+model.pt.gz > \S+model.pt$",
+        _packed("model.pt.gz", gzip.compress), r"compressed with gzip\nunpack it: gzip -dc \S+model.pt.gz > \S+model.pt$",
     ),
     "a checkpoint in bzip2": (_packed("model.pt.bz2", bz2.compress), r"compressed with bzip2\nunpack it: bzip2 -dc "),
     "a checkpoint in xz": (_packed("model.pt.xz", lzma.compress), r"compressed with xz\nunpack it: xz -dc "),
-    "a checkpoint in zstd": (
-        _bytes("model.pt.zst", b"\x28\xb5\x2f\xfd" + bytes(range(60))),
-        r"compressed with zstd\nunpack it: zstd -dc ",
-    ),
+    "a checkpoint in zstd": (_bytes("model.pt.zst", b"\x28\xb5\x2f\xfd" + bytes(range(60))), r"compressed with zstd\nunpack it: zstd -dc "),
     "a 7z archive": (
         _bytes("model.7z", b"7z\xbc\xaf\x27\x1c" + bytes(range(60))),
         r"a 7z archive\nunpack it, and give the checkpoint in it: 7z x ",
@@ -213,10 +205,7 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         _bytes("pytorch_model.bin", b"\x89HDF\r\n\x1a\n" + bytes(range(60))),
         rf"an HDF5 file, as Keras and TensorFlow write them{_INTO_TORCH}",
     ),
-    "a model of Keras 3": (
-        _zip("model.keras", dict.fromkeys(("config.json", "model.weights.h5"), b"{}")),
-        rf"a Keras model{_INTO_TORCH}",
-    ),
+    "a model of Keras 3": (_zip("model.keras", dict.fromkeys(("config.json", "model.weights.h5"), b"{}")), rf"a Keras model{_INTO_TORCH}"),
     "a checkpoint of TensorFlow": (_of_tensorflow, rf"a TensorFlow checkpoint .*{_INTO_TORCH}"),
     "msgpack, as of flax": (
         _bytes("model.msgpack", b"\x81\xa6params\x81\xa5Dense\x81\xa6kernel\xc7\x10\x01" + bytes(16)),
@@ -226,12 +215,9 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         _bytes("model.onnx", b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\xff\x01" + bytes(range(60))),
         rf"an ONNX model{_COMPILED}",
     ),
-    "a TensorFlow Lite model": (
-        _bytes("model.tflite", b"\x1c\0\0\0TFL3" + bytes(range(60))), rf"a TensorFlow Lite model{_COMPILED}",
-    ),
+    "a TensorFlow Lite model": (_bytes("model.tflite", b"\x1c\0\0\0TFL3" + bytes(range(60))), rf"a TensorFlow Lite model{_COMPILED}"),
     "a GGML file from before GGUF": (
-        _bytes("model.bin", b"tjgg\3\0\0\0" + bytes(range(60))),
-        rf"a file of llama.cpp from before GGUF{_COMPILED}",
+        _bytes("model.bin", b"tjgg\3\0\0\0" + bytes(range(60))), rf"a file of llama.cpp from before GGUF{_COMPILED}",
     ),
     "a file of distcp without its folder": (
         lambda folder: Made(_write(folder / "__0_0.distcp", _saved()), {}),
@@ -257,8 +243,7 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         r"a git-lfs pointer .*not the checkpoint\nfetch the checkpoint: git lfs pull --include",
     ),
     "a folder whose weights are a pointer of git-lfs": (
-        _folder(model_st=_POINTER),
-        r"model.safetensors: a git-lfs pointer .*\nfetch the checkpoint: git lfs pull --include",
+        _folder(model_st=_POINTER), r"model.safetensors: a git-lfs pointer .*\nfetch the checkpoint: git lfs pull --include",
     ),
     "a file of zeros": (
         _bytes("model.safetensors", bytes(4096)),

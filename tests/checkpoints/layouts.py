@@ -12,15 +12,8 @@ from typing import Final
 import torch
 
 VERBS: Final = (
-    "inspect",
-    "streaming",
-    "transformers",
-    "baseline",
-    "predict",
-    "recommend",
-    "convert",
-    "load",
-)
+    "inspect", "streaming", "transformers", "baseline", "predict", "recommend", "convert", "load",
+)  # fmt: skip
 """What is tried: verbs of the command line, the strategies of ``bench``, and the loader as a library."""
 
 State = Mapping[str, torch.Tensor]

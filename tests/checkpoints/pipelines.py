@@ -87,15 +87,11 @@ def pipeline(folder: Path) -> Path:
     (folder / "scheduler").mkdir()
     (folder / "scheduler" / "scheduler_config.json").write_text("{}")
     index = {
-        "_class_name": "StableDiffusionPipeline",
-        "_diffusers_version": "0.42.1",
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "scheduler": ["diffusers", "PNDMScheduler"],
-        "safety_checker": [None, None],
-        "requires_safety_checker": False,
-    }
+        "_class_name": "StableDiffusionPipeline", "_diffusers_version": "0.42.1",
+        "unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"],
+        "text_encoder": ["transformers", "CLIPTextModel"], "scheduler": ["diffusers", "PNDMScheduler"],
+        "safety_checker": [None, None], "requires_safety_checker": False,
+    }  # fmt: skip
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder
 

@@ -38,17 +38,8 @@ def _safetensors(folder: Path) -> Made:
 
 def _every_dtype(folder: Path) -> Made:
     kinds = [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-    ]
+        "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+    ]  # fmt: skip
     tensors = {f"block.{kind}": torch.arange(6).to(getattr(torch, kind)) for kind in kinds}
     return _saved(folder, tensors)
 

@@ -24,13 +24,9 @@ _PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
     name: ("compressed_tensors",) for name in OURS if name not in DEQUANTISED
 }
 _ASKS: Final[Mapping[str, str]] = {
-    "bitsandbytes int8": "bitsandbytes",
-    "bitsandbytes nf4": "bitsandbytes",
-    "gptq": "optimum, gptqmodel",
-    "awq": "gptqmodel",
-    "quanto": "optimum-quanto",
-    "hqq": "hqq",
-}
+    "bitsandbytes int8": "bitsandbytes", "bitsandbytes nf4": "bitsandbytes",
+    "gptq": "optimum, gptqmodel", "awq": "gptqmodel", "quanto": "optimum-quanto", "hqq": "hqq",
+}  # fmt: skip
 """Packages that no environment of ours has: strategy transformers names them."""
 
 

@@ -9,15 +9,10 @@ from typing import Any, Final
 import torch
 
 LLAMA: Final[dict[str, Any]] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 
 def transformers() -> Any:
@@ -40,11 +35,9 @@ def llama(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
 def state(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Return four tensors, as of an embedding and two linear layers."""
     shapes = {
-        "embed.weight": (16, 8),
-        "block.up.weight": (32, 8),
-        "block.up.bias": (32,),
+        "embed.weight": (16, 8), "block.up.weight": (32, 8), "block.up.bias": (32,),
         "block.down.weight": (8, 32),
-    }
+    }  # fmt: skip
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 

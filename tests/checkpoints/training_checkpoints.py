@@ -206,27 +206,19 @@ LAYOUTS: Final = [
     *_with_key("nerfstudio", _beside(_nerfstudio), "pipeline"),
     *_with_key("DeePMD-kit", _beside(_deepmd), "model"),
     *_with_key("weights two levels deep", _beside(_nested), "state.net.ema"),
-    *_with_key(
-        "a training checkpoint of torch before 1.6",
-        _beside(_lightning, _use_new_zipfile_serialization=False),
-        "state_dict",
-    ),
+    *_with_key("a training checkpoint of torch before 1.6", _beside(_lightning, _use_new_zipfile_serialization=False), "state_dict"),
     *_with_key("a training checkpoint in pickle protocol 4", _beside(_lightning, pickle_protocol=4), "state_dict"),
     *_with_key("Megatron-Core, torch_dist", _torch_dist, "model", "decoder."),
     Layout("a state dict with an extra state", GROUP, _extra_state, NO_FOLDER),
     Layout(
         "a training checkpoint in a folder of transformers", GROUP, _in_a_folder,
-        refused(_IN_FOLDER, ("streaming", "transformers", "baseline", "predict", "recommend")),
-        {"key": "state_dict"},
+        refused(_IN_FOLDER, ("streaming", "transformers", "baseline", "predict", "recommend")), {"key": "state_dict"},
     ),
     Layout(
         "an object that holds weights in the selection", GROUP, _beside(_average),
         refused(r"NOT executed: 'model\.average' refers to \w+\.Average\n"), {"key": "model"},
     ),
-    Layout(
-        "a state dict of NumPy arrays", GROUP, _arrays,
-        refused(r"'embed\.weight' is a NumPy array, not a tensor\n.*torch\.from_numpy"),
-    ),
+    Layout("a state dict of NumPy arrays", GROUP, _arrays, refused(r"'embed\.weight' is a NumPy array, not a tensor\n.*torch\.from_numpy")),
     Layout(
         "model states of ZeRO-3", GROUP, _zero_3,
         refused(r"all tensors are empty: ZeRO-3 keeps the weights in \*_optim_states\.pt\n.*the folder"),

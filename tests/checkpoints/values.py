@@ -178,14 +178,12 @@ def _sharded_tensor() -> object:
 _PLAIN: Final = "weighin reads plain tensors\n"
 _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     "six-bit numbers of safetensors (F6_E2M3)": (
-        _six_bits,
-        r"'F6_E2M3'; torch does not have this dtype\nwith the program that wrote the file, convert the tensor",
+        _six_bits, r"'F6_E2M3'; torch does not have this dtype\nwith the program that wrote the file, convert the tensor",
     ),
     "a quantised tensor (qint8) beside plain ones": (_saved(_quantised), rf"tensor of torch.qint8; {_PLAIN}.*dequantize"),
     "a tensor quantised by channel (quint8)": (_saved(_quantised_by_channel), rf"tensor of torch.quint8; {_PLAIN}.*dequantize"),
     "a model after dynamic quantisation": (
-        _saved(_quantised_model),
-        rf"_packed_params.0' is a tensor of torch.qint8; {_PLAIN}.*dequantize",
+        _saved(_quantised_model), rf"_packed_params.0' is a tensor of torch.qint8; {_PLAIN}.*dequantize",
     ),
     "a sparse tensor": (_saved(_sparse), rf"_rebuild_sparse_tensor; {_PLAIN}.*to_dense"),
     "a nested tensor": (_saved(_nested), rf"_rebuild_nested_tensor; {_PLAIN}.*unbind"),

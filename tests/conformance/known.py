@@ -70,13 +70,10 @@ KNOWN: dict[str, Case] = {
     "_apply is overridden": _case("KeepsDtype", APART, dtype="bfloat16"),
     "extra state that is a tensor": _case("ExtraTensor"),
     "extra states that share memory": _case(
-        Tree("plain", tuple((f"c{at}", Leaf("ExtraTensor", 1)) for at in range(11))),
-        Checkpoint(storage="one storage"),
+        Tree("plain", tuple((f"c{at}", Leaf("ExtraTensor", 1)) for at in range(11))), Checkpoint(storage="one storage"),
     ),
     "extra state that is a dict": _case("ExtraDict"),
-    "extra state of a module with two names": _case(
-        Tree("plain", (("a", Leaf("ExtraDict", 3)),)), Checkpoint(), "same module again"
-    ),
+    "extra state of a module with two names": _case(Tree("plain", (("a", Leaf("ExtraDict", 3)),)), Checkpoint(), "same module again"),
     **{
         kind: _case(kind)
         for kind in (
@@ -114,7 +111,5 @@ KNOWN: dict[str, Case] = {
     "other shape: torch refuses": _case(_TWO, Checkpoint(damage="misshapen")),
     "prefixed keys: torch refuses": _case(_TWO, Checkpoint(damage="prefixed")),
     "cold": _case("TransformerEncoder", Checkpoint(cold=True)),
-    "a load hook has written before torch refuses": _case(
-        Tree("plain", (("a", Leaf("ComputesOnLoad", 2)), ("b", Leaf("DropsOnSave", 2))))
-    ),
+    "a load hook has written before torch refuses": _case(Tree("plain", (("a", Leaf("ComputesOnLoad", 2)), ("b", Leaf("DropsOnSave", 2))))),
 }  # fmt: skip

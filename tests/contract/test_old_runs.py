@@ -164,12 +164,10 @@ def test_an_old_baseline_is_kept_where_nothing_has_changed() -> None:
 INCOMPLETE = (
     "report run --format md,html,csv,bmf,gha --json -",
     "check run --budget 'peak_rss <= 100GiB' --json -",
-    "check run --budget 'peak_rss <= 100GiB' --partial",
-    "check run --baseline part.yaml --update",
+    "check run --budget 'peak_rss <= 100GiB' --partial", "check run --baseline part.yaml --update",
     "check run --baseline part.yaml --update --partial",
-    "compare run run --markdown run/compared.md --json -",
-    "history . --json -",
-)
+    "compare run run --markdown run/compared.md --json -", "history . --json -",
+)  # fmt: skip
 
 
 def test_no_reader_takes_an_incomplete_run_for_a_complete_one(same: Compare) -> None:

@@ -15,12 +15,10 @@ from outside import weighin
 from snapshots import Compare
 
 CASES = {
-    "six-strategies": "gpt2-small",
-    "cuda": "llama-8b --device cuda --dtype bf16 -s streaming,baseline",
-    "ranks": "gpt2-small --ranks 2 -s mmap_assign",
-    "a-use": "gpt2-small --use adamw -s streaming",
+    "six-strategies": "gpt2-small", "cuda": "llama-8b --device cuda --dtype bf16 -s streaming,baseline",
+    "ranks": "gpt2-small --ranks 2 -s mmap_assign", "a-use": "gpt2-small --use adamw -s streaming",
     "a-library": "qwen3-0.6b --dtype bf16 -s transformers,safetensors_mmap",
-}
+}  # fmt: skip
 MOST_BYTES = 8 * 2**20
 EXACT = ("model_bytes", "tensor_peak_bytes", "work")
 COUNTED = ("modules", "archives", "cpu_ns")

@@ -13,15 +13,11 @@ from outside import weighin
 from snapshots import Compare
 
 LIMITS = {
-    "gpt2-medium": "none 4g 3g 2g 1g",
-    "gpt2-large": "none 8g 5g 4g 2g",
-    "gpt2-xl": "none 16g 8g 6840m 6450m 3g",
-    "llama-8b --dtype bf16": "none 40g 20g 16g 8g",
-    "qwen3-0.6b --dtype bf16": "none 4g 2g 1500m 1g",
-    "gpt2-xl --allow none": "none 8g 3g",
-    "gpt2-xl --allow packages": "8g",
-    "gpt2-xl --disk 100MB/s --disk-latency 5ms": "none 8g",
-}
+    "gpt2-medium": "none 4g 3g 2g 1g", "gpt2-large": "none 8g 5g 4g 2g",
+    "gpt2-xl": "none 16g 8g 6840m 6450m 3g", "llama-8b --dtype bf16": "none 40g 20g 16g 8g",
+    "qwen3-0.6b --dtype bf16": "none 4g 2g 1500m 1g", "gpt2-xl --allow none": "none 8g 3g",
+    "gpt2-xl --allow packages": "8g", "gpt2-xl --disk 100MB/s --disk-latency 5ms": "none 8g",
+}  # fmt: skip
 """The limits of RAM under which each model is asked for."""
 
 MEASURED = {

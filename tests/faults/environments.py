@@ -37,12 +37,10 @@ def _module_and_model(name: str, folder: Path) -> None:
 
 
 _READING: Final = {
-    "convert": ("convert", "model.pt", "out.safetensors"),
-    "inspect": ("inspect", "model.pt"),
+    "convert": ("convert", "model.pt", "out.safetensors"), "inspect": ("inspect", "model.pt"),
     "predict": ("predict", "gpt2-tiny", "-s", "streaming"),
-    "recommend": ("recommend", "gpt2-tiny", "--ram", "8g"),
-    "bench": _BENCH,
-}
+    "recommend": ("recommend", "gpt2-tiny", "--ram", "8g"), "bench": _BENCH,
+}  # fmt: skip
 FAULTS: Final = [
     *(
         Fault(f"{verb} beside a foreign {module}.py", "Environment", words, outcomes=_RIGHT if verb == "bench" else {}, prepare=partial(_module_and_model, module), absent=("RAN",))

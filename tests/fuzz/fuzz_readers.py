@@ -26,21 +26,12 @@ MEMORY_BYTES = 200 * 1024**2
 
 # The first byte of an input says which file it is, of a folder whose other files are sound.
 TARGETS: tuple[tuple[str, str], ...] = (
-    ("pt", ""),
-    ("pt_legacy", ""),
-    ("safetensors", ""),
-    ("sharded", "model.safetensors.index.json"),
-    ("sharded_pt", "pytorch_model.bin.index.json"),
-    ("dcp", ".metadata"),
-    ("dcp", "__0_0.distcp"),
-    ("per_module", "index.json"),
-    ("per_param", "index.json"),
-    ("sharded", "model-00001-of-00001.safetensors"),
-    ("sharded_pt", "pytorch_model-00001-of-00001.bin"),
-    ("per_module", "a.pt"),
-    ("per_param", "a.weight.pt"),
-    ("dcp", ".metadata"),
-)
+    ("pt", ""), ("pt_legacy", ""), ("safetensors", ""), ("sharded", "model.safetensors.index.json"),
+    ("sharded_pt", "pytorch_model.bin.index.json"), ("dcp", ".metadata"), ("dcp", "__0_0.distcp"),
+    ("per_module", "index.json"), ("per_param", "index.json"),
+    ("sharded", "model-00001-of-00001.safetensors"), ("sharded_pt", "pytorch_model-00001-of-00001.bin"),
+    ("per_module", "a.pt"), ("per_param", "a.weight.pt"), ("dcp", ".metadata"),
+)  # fmt: skip
 IN_BLOCKS = len(TARGETS) - 1  # its a.weight lies in two
 
 

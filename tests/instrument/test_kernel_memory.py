@@ -18,11 +18,9 @@ pytestmark = [pytest.mark.cgroup, pytest.mark.compiler]
 
 Measure = Callable[[Known], tuple[Measured, Path]]
 PARTS = {
-    "anonymous": "anon_bytes",
-    "shared": "shmem_bytes",
-    "locked": "locked_bytes",
+    "anonymous": "anon_bytes", "shared": "shmem_bytes", "locked": "locked_bytes",
     "kernel": "kernel_bytes",
-}
+}  # fmt: skip
 
 
 def is_v1() -> bool:
