@@ -1,8 +1,6 @@
 """Start small commands of known sizes that go on step by step: plain, in a cgroup, or under ``weighin run``."""
 
 import contextlib
-import csv
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HARNESS = Path(__file__).parents[1] / "harness"
+from typed import ROOT, CommandLine, words
 
 HOLDING = """
 import mmap, os, sys, time
@@ -137,34 +135,23 @@ def seen_from_inside(group: Path, folder: Path) -> tuple[str, ...]:
     They need root, for a mount namespace, and a ``folder``.
     """
     (view := folder / "view").mkdir()
-    return (
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        _INSIDE,
-        "sh",
-        str(group),
-        str(view),
-        str(group.parent),
-    )
+    return ("unshare", "--mount", "sh", "-c", _INSIDE, "sh", *map(str, (group, view, group.parent)))
 
 
-def weighing(out: Path, *options: str) -> tuple[str, ...]:
+def weighing(out: Path, options: str = "") -> tuple[str, ...]:
     """Return the words before a command that weigh it in a cgroup; the run is in ``out``."""
-    weighin = (sys.executable, "-P", "-m", "weighin", "run", "--isolation", "cgroup")
-    return (*weighin, "--out", str(out), *options, "--")
+    return words(f"run --isolation cgroup {options} --out", str(out), "--")
 
 
 def variables() -> dict[str, str]:
     """Return the environment for ``weighing``."""
-    return os.environ | {"PYTHONPATH": str(HARNESS)}
+    return os.environ | {"PYTHONPATH": str(ROOT / "harness")}
 
 
 @contextlib.contextmanager
-def weighed(code: str, out: Path, *options: str) -> Iterator[Command]:
+def weighed(code: str, out: Path, options: str = "") -> Iterator[Command]:
     """Start a command under ``weighin run``, and let it end; the record is then complete."""
-    before = weighing(out, "--no-stacks", *options)
+    before = weighing(out, f"--no-stacks {options}")
     with command(GROUPS + code, before=before, env=variables(), cwd=out.parent) as started:
         try:
             yield started
@@ -179,13 +166,9 @@ def weighed(code: str, out: Path, *options: str) -> Iterator[Command]:
 
 def record(out: Path) -> dict[str, Any]:
     """Return the one record of a run."""
-    (line,) = (out / "records.jsonl").read_text().splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
+    return CommandLine(out.parent, out.parent).record(out.name)
 
 
 def samples(out: Path) -> list[dict[str, int]]:
     """Return the samples of the one record of a run, the oldest first."""
-    with (out / record(out)["samples_path"]).open() as file:
-        rows = [*csv.DictReader(file)]
-    return [{name: int(value) for name, value in row.items() if value} for row in rows]
+    return CommandLine(out.parent, out.parent).samples(out.name)

@@ -12,13 +12,13 @@ import gguf_files
 import numpy as np
 import pytest
 import torch
-from cells import MIB, UNDECODED, CheckpointError, ConfigError
-from command_trees import variables
+from cells import MIB, UNDECODED, ConfigError
 from conversions import assert_equal
 from layouts import Made
-from nightly import by_day
+from nightly import nightly
 from safetensors.torch import load_file
 from small import transformers
+from typed import CommandLine
 
 from weighin import load_pretrained
 
@@ -68,8 +68,14 @@ def test_every_type_becomes_what_from_pretrained_makes_of_it(tmp_path: Path, kin
     assert_equal(load_pretrained(tmp_path / "model.gguf"), reference(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", MAKERS)
+CASES = [(name, None) for name in MAKERS] + [
+    (name, dtype)
+    for name in ("tied", "with transposed matrices")
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_a_model_is_equal_in_every_dtype(
     tmp_path: Path, name: str, dtype: torch.dtype | None
 ) -> None:
@@ -78,14 +84,13 @@ def test_a_model_is_equal_in_every_dtype(
     assert_equal(load_pretrained(tmp_path, **options), reference(tmp_path, **options))
 
 
-@pytest.mark.parametrize("name", by_day(MAKERS, "one head for each key"))
+@pytest.mark.parametrize("name", nightly(*MAKERS))  # by day as layouts
 def test_convert_writes_the_values_under_the_keys_of_the_model(tmp_path: Path, name: str) -> None:
     MAKERS[name](tmp_path)
     target = tmp_path / "model.safetensors"
-    words = ["convert", str(tmp_path / "model.gguf"), str(target), "--keys", "model"]
-    command = [sys.executable, "-P", "-m", "weighin", *words]
-    ended = subprocess.run(command, env=variables(), capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    command = CommandLine(tmp_path, tmp_path / "cache")
+    ended = command.run("convert model.gguf model.safetensors --keys model")
+    assert ended.code == 0, ended.err
     written = load_file(target)
     expected = reference(tmp_path).state_dict()
     assert expected.keys() - written.keys() <= {"lm_head.weight"}  # tied to the embedding
@@ -117,12 +122,6 @@ def test_the_peak_is_the_model_and_little_more(
     peak, size = json.loads(output.splitlines()[-1])
     assert size > 128 * MIB
     assert peak <= 1.05 * size + 32 * MIB
-
-
-def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
-    gguf_files._cut_off(tmp_path)
-    with pytest.raises(CheckpointError, match="truncated"):
-        load_pretrained(tmp_path)
 
 
 def test_an_option_for_training_checkpoints_is_refused(tmp_path: Path) -> None:

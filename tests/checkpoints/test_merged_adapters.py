@@ -1,17 +1,15 @@
 """An adapter of LoRA is merged as peft merges it, bit by bit."""
 
 import json
-import subprocess
-import sys
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_trees import variables
 from safetensors.torch import save_file
 from small import llama
+from typed import CommandLine
 
 from weighin import load_pretrained
 
@@ -78,10 +76,9 @@ def test_an_adapter_beside_its_model_is_merged_if_it_is_named(tmp_path: Path) ->
 def test_the_merged_weights_are_written_as_they_are_loaded(tmp_path: Path, is_tied: bool) -> None:
     base = base_in(tmp_path, tie_word_embeddings=is_tied)
     adapter, target = adapter_in(tmp_path), tmp_path / "merged.pt"
-    words = ["convert", str(base), str(target), "--keys", "model", "--dtype", "bf16"]
-    command = [sys.executable, "-P", "-m", "weighin", *words, "--adapter", str(adapter)]
-    ended = subprocess.run(command, env=variables(), capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    command = CommandLine(tmp_path, tmp_path / "cache")
+    ended = command.run("convert base merged.pt --keys model --dtype bf16 --adapter adapter")
+    assert ended.code == 0, ended.err
     expected = load_pretrained(base, dtype=torch.bfloat16, adapter=adapter).state_dict()
     found = torch.load(target)
     assert found.keys() == expected.keys()

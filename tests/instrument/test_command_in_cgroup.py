@@ -110,7 +110,7 @@ def test_page_cache_at_the_limit_does_not_hide_the_peak(tmp_path: Path, disk: Pa
     file, out = disk / "cached.bin", tmp_path / "run"
     file.write_bytes(b"\1" * (160 * MIB))
     page_cache.drop([file])
-    with weighed(f"PATH = {str(file)!r}\n{CACHE_THEN_MEMORY}", out, "--ram", "128m") as one:
+    with weighed(f"PATH = {str(file)!r}\n{CACHE_THEN_MEMORY}", out, "--ram 128m") as one:
         one.reach("started")
         pause(one, "held")
         one.go("freed")
@@ -163,7 +163,7 @@ os.waitpid(pid, 0)
 step("survived")
 """
     out = tmp_path / "run"
-    with weighed(code, out, "--ram", "64m") as one:
+    with weighed(code, out, "--ram 64m") as one:
         one.reach("started")
         pause(one, "held")
         one.go("survived")

@@ -37,9 +37,9 @@ def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Path, Re
     """Run a script under its limit with weighin; return the run's folder and its record."""
     case.prepare(inputs)
     out = folder / "run"
-    ram = ("--ram", str(case.limit_bytes)) if case.limit_bytes and not case.around_bytes else ()
-    own = (*ram, "--cold", str(inputs["file"])) if case.cold else ram
-    command = (*weighing(out, *own, "--timeout", "90"), *case.command(inputs))
+    ram = f"--ram {case.limit_bytes}" if case.limit_bytes and not case.around_bytes else ""
+    cold = f"--cold {inputs['file']}" if case.cold else ""
+    command = (*weighing(out, f"{ram} {cold} --timeout 90"), *case.command(inputs))
     with new_group() if case.around_bytes else nullcontext() as group:
         if case.around_bytes and group:
             group.limit(case.around_bytes)

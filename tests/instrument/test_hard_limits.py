@@ -8,18 +8,22 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from cells import (
+    FILE_BYTES,
     MIB,
     Bench,
     Outcome,
+    Reference,
     Result,
     Watched,
     cgroup_version,
     known_file,
     names_of,
     phases_of,
+    verdict_on,
 )
 from nightly import limits, nightly
 
@@ -28,6 +32,8 @@ LIMIT = 256 * MIB
 # The kernel ends the largest process: a child of the worker's has its own share beside the worker's
 # anonymous memory, and must outgrow what is mapped of torch's libraries, which the worker alone has.
 LIMIT_OF_A_CHILD = 448 * MIB
+PATIENCE_S = 300
+REFERENCE = Reference(spent_ns=1000 * 10**9, size_bytes=FILE_BYTES)  # too long for the rule of time
 KILLED_CHILD = "the measured process lost a child, killed by the kernel for lack of memory"
 
 
@@ -72,10 +78,8 @@ def test_children_that_do_not_fit_together_are_killed(bench: Bench, limiting: Wa
         "children", limiting, how="each_takes_its_share", mib=100, limit_bytes=LIMIT + 100 * MIB
     )
     assert result.oom_kills
-    assert result.outcome in (
-        Outcome.CHILD_KILLED,
-        Outcome.OOM_KILLED,
-    )  # whichever the kernel chose
+    chosen_by_the_kernel = (Outcome.CHILD_KILLED, Outcome.OOM_KILLED)
+    assert result.outcome in chosen_by_the_kernel
 
 
 def without_children(warnings: Sequence[str]) -> list[str]:
@@ -103,14 +107,8 @@ def with_a_killed_child(
     The kernel then kills the worker too, and the cell must say so.
     """
     for _ in range(5):
-        result = bench(
-            "children",
-            limiting,
-            how=how,
-            mib=400,
-            limit_bytes=LIMIT_OF_A_CHILD,
-            timeout_s=timeout_s,
-        )
+        options: dict[str, Any] = {"limit_bytes": LIMIT_OF_A_CHILD, "timeout_s": timeout_s}
+        result = bench("children", limiting, how=how, mib=400, **options)
         if (result.outcome, result.exit_code) != (Outcome.OOM_KILLED, 128 + 9):
             break
         assert result.oom_kills
@@ -188,21 +186,20 @@ def test_a_tmpfs_that_does_not_fit_kills(bench: Bench, limiting: Watched) -> Non
     assert result.message == "killed by the kernel for lack of memory in phase 'write'"
 
 
+def thrashing(bench: Bench, limiting: Watched, **options: Any) -> Result:
+    """Run a cell that reads a mapped file again and again: 64 MiB where 40 are left."""
+    files, limit_mib = [known_file(bench.strategies)], LIMIT // MIB
+    options |= {"limit_bytes": LIMIT, "files": files, "limit_mib": limit_mib, "left_mib": 40}
+    return bench("thrashes", limiting, **options)
+
+
 @pytest.mark.parametrize("limiting", limits("cgroup"), indirect=True)
 def test_thrashing_for_ever_ends_at_the_time_out_with_its_timeline(
     bench: Bench, limiting: Watched, seconds_to_load: Callable[[Watched], float]
 ) -> None:
     timeout_s = round(2 * seconds_to_load(limiting) + 3)
     start = time.monotonic()
-    result = bench(
-        "thrashes",
-        limiting,
-        limit_mib=LIMIT // MIB,
-        left_mib=40,  # of the 64 that it reads
-        limit_bytes=LIMIT,
-        timeout_s=timeout_s,
-        files=[known_file(bench.strategies)],
-    )
+    result = thrashing(bench, limiting, timeout_s=timeout_s)
     assert time.monotonic() - start < timeout_s + 15  # it dies promptly: its limit was lifted
     assert (result.outcome, result.last_phase) == (Outcome.TIMEOUT, "thrash")
     assert result.message == f"still running after {timeout_s} s, in phase 'thrash'"
@@ -214,3 +211,30 @@ def test_thrashing_for_ever_ends_at_the_time_out_with_its_timeline(
         assert result.limit_events and result.limit_events["max"] > 100
     late = bench.samples(result)[-20:]
     assert late[-1]["major_faults"] and (late[0]["major_faults"] or 0) < late[-1]["major_faults"]
+
+
+@pytest.mark.parametrize("limiting", limits("cgroup"), indirect=True)
+def test_a_cell_that_thrashes_for_ever_is_ended_long_before_its_time_out(
+    bench: Bench, limiting: Watched
+) -> None:
+    start = time.monotonic()
+    result = thrashing(bench, limiting, timeout_s=PATIENCE_S, reference=REFERENCE)
+    assert time.monotonic() - start < PATIENCE_S / 3
+    assert (result.outcome, result.last_phase) == (Outcome.THRASHING, "thrash")
+    assert (result.load_ns, result.ready_ns, result.oom_kills) == (None, None, 0)
+    assert result.stopped
+    assert (result.stopped.timeout_s, result.stopped.size_bytes) == (None, FILE_BYTES)
+    assert result.stopped.reread_bytes
+    assert result.stopped.reread_bytes > 3 * FILE_BYTES
+    assert result.stopped.after_ns < PATIENCE_S / 3 * 10**9
+    verdict, reason = verdict_on(result)
+    assert verdict == "thrashes"
+    assert "read again" in reason
+
+
+@pytest.mark.parametrize("limiting", limits("cgroup"), indirect=True)
+def test_a_load_that_fits_its_limit_is_not_ended(bench: Bench, limiting: Watched) -> None:
+    result = bench(
+        "baseline", limiting, limit_bytes=512 * MIB, timeout_s=PATIENCE_S, reference=REFERENCE
+    )
+    assert (result.outcome, result.stopped) == (Outcome.OK, None)

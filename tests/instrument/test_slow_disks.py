@@ -92,6 +92,7 @@ def test_direct_buffered_and_mapped_reads_see_the_same_bytes(source: Path, disk:
     assert not folder.exists()
 
 
+@tried_again(BUSY)
 @pytest.mark.fuse
 def test_requests_share_the_rate_and_wait_for_the_latency_side_by_side(
     source: Path, disk: Path

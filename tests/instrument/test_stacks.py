@@ -41,7 +41,7 @@ def run(folder: Path, mib: int, *options: str, before: tuple[str, ...] = ()) -> 
     (folder / "script.py").write_text(GROWING.replace("MIB", str(mib)))
     script = ("sh", "-c", f"{sys.executable} script.py | cat")
     subprocess.run(
-        (*before, *weighing(folder / "run", *options), *script),
+        (*before, *weighing(folder / "run", " ".join(options)), *script),
         cwd=folder,
         env=variables(),
         capture_output=True,
