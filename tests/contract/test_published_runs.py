@@ -36,6 +36,14 @@ def test_the_text_the_terminal_and_the_figures(reported: Path, same: Compare) ->
     same(f"summaries/{reported.name}.csv", (reported / "summary.csv").read_text())
 
 
+def test_the_page_has_as_many_tables_and_rows_as_the_text(reported: Path) -> None:
+    page, text = ((reported / f"report.{kind}").read_text() for kind in ("html", "md"))
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    tables = [row for row in rows if row.startswith("| ---")]
+    assert page.count("<table") >= len(tables)
+    assert page.count("<tr") >= len(rows) - len(tables)
+
+
 def test_the_json_has_the_figures_of_the_summary(reported: Path) -> None:
     document = json.loads((reported.parent / "report.json").read_text())
     with (reported / "summary.csv").open(newline="") as file:
