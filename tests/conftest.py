@@ -49,14 +49,9 @@ except (ImportError, RuntimeError):
 
 # The files that take longest, which start first so that no process of xdist ends long after the others.
 LONGEST = (
-    "test_documented_runs.py",
-    "test_zoo.py",
-    "test_own_models.py",
-    "test_commands.py",
-    "test_fleet.py",
-    "test_foreign_repository.py",
-    "test_checkpoints.py",
-)
+    "test_documented_runs.py", "test_zoo.py", "test_own_models.py", "test_commands.py", "test_fleet.py",
+    "test_foreign_repository.py", "test_checkpoints.py",
+)  # fmt: skip
 
 _UNCHANGED = "WEIGHIN_TESTS_UNCHANGED"
 

@@ -264,8 +264,7 @@ LAYOUTS: Final = [
     Layout("the text part of a model of texts and images", GROUP, _composite, options={"model_class": "AutoModelForCausalLM"}),
     Layout(
         "an auto class that the model type has not", GROUP, _saved_as("BertModel"),
-        refused("no AutoModelForCTC for the model type bert", all_but("inspect")),
-        {"model_class": "AutoModelForCTC"},
+        refused("no AutoModelForCTC for the model type bert", all_but("inspect")), {"model_class": "AutoModelForCTC"},
     ),
     Layout(
         "a class whose weights are not in the file", GROUP, _saved_as("BertModel"),
@@ -287,23 +286,14 @@ LAYOUTS: Final = [
         "an index that names a tensor of no shard", GROUP,
         _index(lambda _, weight_map: weight_map.update({"mtp.fc.weight": next(iter(weight_map.values()))})),
     ),
-    Layout(
-        "an index that lacks a tensor of a shard", GROUP,
-        _index(lambda _, weight_map: weight_map.pop("model.norm.weight")),
-    ),
+    Layout("an index that lacks a tensor of a shard", GROUP, _index(lambda _, weight_map: weight_map.pop("model.norm.weight"))),
     Layout("an index that names another shard of a tensor", GROUP, _index(_list_elsewhere)),
     Layout("a tensor in two shards, with equal values", GROUP, _index(_twice(0))),
-    Layout(
-        "a tensor in two shards, with different values", GROUP, _index(_twice(1)),
-        refused("is also in shard .*, with other values"),
-    ),
+    Layout("a tensor in two shards, with different values", GROUP, _index(_twice(1)), refused("is also in shard .*, with other values")),
     Layout("a missing shard", GROUP, _index(_lose_shard), refused("is missing")),
     Layout("a shard that is a broken link", GROUP, _index(_break_link), refused("a broken symbolic link")),
     Layout("a config.json that is a broken link", GROUP, _broken_config, refused("a broken symbolic link")),
-    Layout(
-        "a tensor of the model in no shard", GROUP, _index(_drop_tensor),
-        refused("model.norm.weight", all_but("inspect")),
-    ),
+    Layout("a tensor of the model in no shard", GROUP, _index(_drop_tensor), refused("model.norm.weight", all_but("inspect"))),
     Layout("weights that config.json names", GROUP, _named_weights("mine.safetensors")),
     Layout("weights in a folder that config.json names", GROUP, _named_weights("in/mine.safetensors")),
     Layout("an index that config.json names", GROUP, _named_weights("mine.safetensors.index.json", "20KB")),
@@ -317,8 +307,7 @@ LAYOUTS: Final = [
     ),
     Layout(
         "sentence-transformers with its transformer in a folder", GROUP, _several_parts,
-        refused("of several parts: .*give the folder of one part", all_but("load")),
-        packages=("sentence_transformers",),
+        refused("of several parts: .*give the folder of one part", all_but("load")), packages=("sentence_transformers",),
     ),
     Layout(
         "the Dense part of sentence-transformers", GROUP, _sentence_transformers("", "2_Dense"),

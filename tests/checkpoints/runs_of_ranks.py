@@ -153,32 +153,18 @@ _REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
         r"missing: bf16_zero_pp_rank_1_mp_rank_00_optim_states\.pt\s*copy them here",
     ),
     "DeepSpeed ZeRO 3, a rank's model states are missing": (
-        _lacks(f"zero_pp_rank_2_{_STATES}"),
-        r"missing: zero_pp_rank_2_mp_rank_00_model_states\.pt\s*copy them here",
+        _lacks(f"zero_pp_rank_2_{_STATES}"), r"missing: zero_pp_rank_2_mp_rank_00_model_states\.pt\s*copy them here",
     ),
-    "a shard of torch's distributed checkpoint in safetensors": (
-        _of_torch("shard-00001-model-00001-of-00001.safetensors", 4),
-        _OF_TORCH,
-    ),
-    "such a shard whose name says that it is whole": (
-        _of_torch("model-00001-of-00001.safetensors", 10),
-        _OF_TORCH,
-    ),
+    "a shard of torch's distributed checkpoint in safetensors": (_of_torch("shard-00001-model-00001-of-00001.safetensors", 4), _OF_TORCH),
+    "such a shard whose name says that it is whole": (_of_torch("model-00001-of-00001.safetensors", 10), _OF_TORCH),
     "such a shard that was renamed": (_of_torch("model.safetensors", 0), _OF_TORCH),
-    "DeepSpeed ZeRO 2 without optimizer states": (
-        _no_optimizer, r"has no files \*_optim_states\.pt, where DeepSpeed[\s\S]*--key module",
-    ),
+    "DeepSpeed ZeRO 2 without optimizer states": (_no_optimizer, r"has no files \*_optim_states\.pt, where DeepSpeed[\s\S]*--key module"),
     "DeepSpeed, tensor parallelism": (_beside("mp_rank_01_model_states.pt"), r"tensor parallelism[\s\S]*ds_to_universal"),
-    "DeepSpeed, pipeline parallelism": (
-        _beside("layer_00-model_00-model_states.pt"), r"pipeline parallelism[\s\S]*ds_to_universal",
-    ),
+    "DeepSpeed, pipeline parallelism": (_beside("layer_00-model_00-model_states.pt"), r"pipeline parallelism[\s\S]*ds_to_universal"),
     "DeepSpeed, expert parallelism": (
-        _beside("layer_0_expert_1_mp_rank_00_model_states.pt"),
-        r"expert parallelism[\s\S]*save the experts of all ranks",
+        _beside("layer_0_expert_1_mp_rank_00_model_states.pt"), r"expert parallelism[\s\S]*save the experts of all ranks",
     ),
-    "a run whose newest step is missing": (
-        _no_step, r"latest names the step global_step20, which is not here\s*copy that folder",
-    ),
+    "a run whose newest step is missing": (_no_step, r"latest names the step global_step20, which is not here\s*copy that folder"),
     "Megatron-LM, one rank": (_megatron(1), r"tools/checkpoint/convert\.py[\s\S]*mp_rank_00/model_optim_rng\.pt\s+--key\s+model"),
     "Megatron-LM, two tensor-parallel ranks": (_megatron(2), r"mp_rank_00, mp_rank_01[\s\S]*tools/checkpoint/convert\.py"),
 }  # fmt: skip
