@@ -6,16 +6,22 @@ The committed pages are the known answers: whoever changes a table, a caption or
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from factories import refused
+from factories import make_cell, make_result, refused, write_samples
 from sweeps import a_search, a_sweep
 
+from pages import publish
 from pages.manual import manual
 from pages.tables import draw, fill
 from weighin.errors import RecordError
+from weighin.probes import environment
 from weighin.records import run_folder
+from weighin.result import Outcome, Result
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
@@ -74,3 +80,94 @@ def test_a_block_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
     command = f"benchmarks/predicted_runs.py {run} --json {run}/predicted.json"
     said = refused(fill, block.format(" checked"), tmp_path)
     assert f"create the file: .venv/bin/python {command}" in said
+
+
+# -- make publish: how it measures a run, and what it keeps of it
+
+
+def git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), "-c", "safe.directory=*", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+class Weighin:
+    """Stands for `python -m weighin ...`: notes how it is called, and leaves a run's folder."""
+
+    def __init__(self, results: Sequence[Result], code: int = 0) -> None:
+        self.results, self.code = results, code
+        self.calls: list[list[str]] = []
+
+    def __call__(self, command: list[str], **_: Any) -> Any:
+        self.calls.append(command[3:])
+        folder = Path(command[command.index("--out" if "--out" in command else "--resume") + 1])
+        run_folder.write_plan(folder, [one.cell for one in self.results])
+        for one in self.results:
+            run_folder.append(folder, one)
+        return subprocess.CompletedProcess(command, self.code)
+
+
+def test_a_stopped_run_goes_on_and_other_code_or_a_wrong_load_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "code", lambda: {"git_commit": "a" * 40})
+    result = replace(make_result(), environment={"git_commit": "a" * 40})
+    run = publish.Run("x", ("bench", "gpt2-tiny"), (result,))
+    weighin = Weighin([result], code=130)
+    monkeypatch.setattr(subprocess, "run", weighin)
+    with pytest.raises(SystemExit, match="The same command resumes it"):
+        publish.measure(run)
+    weighin.code = 0
+    publish.measure(run)
+    assert weighin.calls == [
+        ["bench", "gpt2-tiny", "--out", "results/publishing/x"],
+        ["bench", "--resume", "results/publishing/x"],
+    ]
+    monkeypatch.setattr(environment, "code", lambda: {"git_commit": "b" * 40})
+    with pytest.raises(
+        SystemExit, match="was started at commit aaaaaaaaaa, but this is bbbbbbbbbb"
+    ):
+        publish.measure(run)
+    assert len(weighin.calls) == 2
+    wrong = replace(make_result(), outcome=Outcome.WRONG_WEIGHTS, message="h.0 differs")
+    monkeypatch.setattr(subprocess, "run", Weighin([wrong]))
+    with pytest.raises(SystemExit, match="is wrong_weights: h"):
+        publish.measure(replace(run, name="y"))
+
+
+def test_a_whole_run_takes_the_place_of_the_published_one(tmp_path: Path) -> None:
+    measured, published = tmp_path / "measured", tmp_path / "published"
+    old, new = make_result(make_cell("baseline")), make_result(make_cell("streaming"))
+    run_folder.append(published, old)
+    write_samples(published, old)
+    for name in ("report.md", "timeline.png", "predicted.json"):
+        (published / name).write_text("old")
+    run_folder.write_plan(measured, [new.cell])
+    run_folder.append(measured, new)
+    write_samples(measured, new)
+    (measured / "report.md").write_text("new")
+    publish.put_in_place(measured, published)
+    found = {str(path.relative_to(published)) for path in published.rglob("*") if path.is_file()}
+    assert found == {"records.jsonl", "timeline.svg"}
+    assert [one.cell.strategy for one in run_folder.read(published).results] == ["streaming"]
+    picture = (published / "timeline.svg").read_text()
+    assert "streaming: ok" in picture
+    assert "no samples" not in picture
+
+
+def test_git_keeps_no_more_of_a_published_run_than_is_said() -> None:
+    shown = "".join(
+        page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    )
+    files = [Path(name) for name in git("ls-files", "results/published").splitlines()]
+    for run in publish.read(ROOT):
+        if not run.results:
+            continue  # nobody has measured it yet
+        operations = {one.cell.operation for one in run.results}
+        cells = [one.cell for one in run.results]
+        kept = {"records.jsonl"} | ({"predicted.json"} if operations == {"load"} else set())
+        found = {path.name for path in files if path.parent.name == run.name}
+        pictures = {name for name in found if f"{run.name}/{name}" in shown}
+        timelines = {name for name in found if name.startswith("timeline.")}
+        assert found == kept | pictures | timelines
+        assert len(timelines) == publish.has_timeline(cells)
