@@ -25,6 +25,7 @@ import seldom
 from filelock import FileLock
 from fork_server import ForkServer
 from hypothesis import settings
+from snapshots import Compare, kept
 
 # A shell lets what it starts with "&" ignore SIGINT and SIGQUIT, and nohup SIGHUP; children inherit
 # that. They do not inherit a handler, so tests' children take these signals as from a terminal.
@@ -230,6 +231,13 @@ def _usual_variables() -> Iterator[None]:
         for name in _OF_OTHERS:
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture
+def same(request: pytest.FixtureRequest) -> Compare:
+    """Call it to compare a text with its snapshot beside the test: ``same("verbs/list.txt", output)``."""
+    folder = request.path.with_name("snapshots")
+    return kept(folder, request.config.getoption("--rewrite"))
 
 
 @pytest.fixture(scope="session")

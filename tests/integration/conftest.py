@@ -7,14 +7,7 @@ from pathlib import Path
 
 import leftovers
 import pytest
-from snapshots import Compare, kept
 from typed import CommandLine
-
-
-@pytest.fixture(scope="session")
-def same(pytestconfig: pytest.Config) -> Compare:
-    """Call it to compare a text with its snapshot: ``same("newcomer/typo.txt", output)``."""
-    return kept(Path(__file__).with_name("snapshots"), pytestconfig.getoption("--rewrite"))
 
 
 @pytest.fixture(scope="session")

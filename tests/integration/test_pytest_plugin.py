@@ -51,64 +51,59 @@ def child(mib):
 BODIES = """
 import os, pytest, torch
 
-def ones(mib):
-    return torch.ones(mib * 2**20 // 4)
+limit = pytest.mark.limit_peak
+
+def ones(mib): return torch.ones(mib * 2**20 // 4)
 
 before = ones(200)  # held before the body: not a part of it
 
 @pytest.fixture
-def outside():
-    return os.environ["PARENT_PID"]
+def outside(): return os.environ["PARENT_PID"]
 
-@pytest.mark.limit_peak("60MiB", metric="anon")
+@limit("60MiB", metric="anon")
 def test_fits(tmp_path, outside):
     assert tmp_path.exists() and outside == "none"
     kept = ones(50)
 
-@pytest.mark.limit_peak("60MiB")
+@limit("60MiB")
 def test_too_much(weighin):
     with weighin.phase("read"):
         first = ones(40)
     with weighin.phase("apply"):
         second = ones(40)
 
-@pytest.mark.limit_peak("1GiB")
+@limit("1GiB")
 @pytest.mark.parametrize("number", [1, 2])
-def test_asserts(number):
-    assert number == 1
+def test_asserts(number): assert number == 1
 
-@pytest.mark.limit_peak("1GiB")
-def test_skips():
-    pytest.skip("not today")
+@limit("1GiB")
+def test_skips(): pytest.skip("not today")
 
 @pytest.mark.xfail(strict=True)
-@pytest.mark.limit_peak("1GiB")
-def test_xfails():
-    raise ValueError
+@limit("1GiB")
+def test_xfails(): raise ValueError
 
-@pytest.mark.limit_peak("1GiB")
-def test_dies():
-    os._exit(3)
+@limit("1GiB")
+def test_dies(): os._exit(3)
 
-def test_usual():
-    ones(300)
+def test_usual(): ones(300)
 
-@pytest.mark.limit_peak("100MiB")
+@limit("100MiB")
 def test_too_much_in_a_child(): assert child(200) == 0
 
-@pytest.mark.limit_peak("100MiB", metric="anon")
+@limit("100MiB", metric="anon")
 def test_too_much_anonymous_in_a_child(): assert child(200) == 0
 
-@pytest.mark.limit_peak("100MiB")
+@limit("100MiB")
 def test_fits_in_a_child(): assert child(20) == 0
 
-@pytest.mark.limit_peak("60MB")
+@limit("60MB")
 def test_a_limit_that_says_two_things(): ...
 
-@pytest.mark.limit_peak("60MiB", metric="rs")
+@limit("60MiB", metric="rs")
 def test_a_metric_that_is_none(): ...
 
-@pytest.mark.limit_peak("60MiB", metric="cgroup")
+@limit("60MiB", metric="cgroup")
 def test_a_metric_that_was_not_measured(): ...
 """
 TOLD_OF_BODIES = (
@@ -160,11 +155,9 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
         import pytest, torch
         from weighin.errors import HarnessError
 
-        def load(mib, *, keep):
-            tensor = torch.ones(mib * 2**20 // 4)
+        def load(mib, *, keep): tensor = torch.ones(mib * 2**20 // 4)
 
-        def fail():
-            raise KeyError("gone")
+        def fail(): raise KeyError("gone")
 
         def test_a_function(weighin):
             run = weighin.measure(load, 50, keep=True)
@@ -217,19 +210,16 @@ def test_a_setting_limits_all_tests_of_a_session_whose_workers_get_this_pythons_
         user,
         """
         import mine, pytest, torch
-        def ones(mib):
-            return torch.ones(mib * 2**20 // 4)
+        def ones(mib): return torch.ones(mib * 2**20 // 4)
 
         def test_fits():
             kept = ones(40)
             assert mine.load() == 1
 
-        def test_too_much():
-            kept = ones(80)
+        def test_too_much(): kept = ones(80)
 
         @pytest.mark.limit_peak("1GiB")
-        def test_with_a_limit_of_its_own():
-            kept = ones(80)
+        def test_with_a_limit_of_its_own(): kept = ones(80)
         """,
     )
     result.assert_outcomes(passed=2, failed=1)

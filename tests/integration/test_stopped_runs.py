@@ -231,17 +231,3 @@ def test_ctrl_c_ends_all_cells_that_run_at_once_and_the_run_can_go_on(
         (one["cell"]["strategy"], one["cell"]["ram_limit_bytes"]) for one in command.records("run")
     ]
     assert len(set(cells)) == len(cells) == 4
-
-
-@pytest.mark.cgroup
-@pytest.mark.slow
-def test_cells_of_several_ranks_can_run_at_once(command: CommandLine) -> None:
-    done = command.run(
-        f"bench gpt2-tiny --ranks 2 --ram 1200m -s streaming,baseline {TWO_AT_ONCE}",
-        patience_s=300,
-    )
-    assert done.code == 0, done.err
-    measured = command.records("run")
-    assert [(each["outcome"], len(each["ranks"])) for each in measured] == [("ok", 2)] * 2
-    for path in (rank["samples_path"] for each in measured for rank in each["ranks"]):
-        assert (command.folder / "run" / path).exists()

@@ -13,18 +13,11 @@ from typing import Any
 import fakes
 import pytest
 from cgroup_trees import LAYOUTS, Kernel, installed
-from snapshots import Compare, kept
 from warm_children import Forks
 
 from weighin import child_process
 from weighin.probes import page_cache, sampler
 from weighin.stream import foreign
-
-
-@pytest.fixture
-def same(pytestconfig: pytest.Config) -> Compare:
-    """Call it to compare a text with its snapshot: ``same("wrong_settings.txt", output)``."""
-    return kept(Path(__file__).with_name("snapshots"), pytestconfig.getoption("--rewrite"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -79,22 +79,16 @@ def run_array_job(command: CommandLine, task: int) -> None:
 
 @pytest.mark.nightly
 def test_the_jobs_of_slurms_script_measure_the_suite_together(command: CommandLine) -> None:
-    names = {"baseline", "sequential", "streaming"}
     (command.folder / "suite.yaml").write_text(
-        f"models: gpt2-tiny\nstrategies: [{', '.join(sorted(names))}]\nisolation: process\n"
+        "models: gpt2-tiny\nstrategies: [baseline, sequential, streaming]\nisolation: process\n"
     )
     run_array_job(command, 1)
-    run_array_job(command, 2)
     records = command.folder / "runs/shard-1/records.jsonl"
     first, _ = records.read_text().splitlines(keepends=True)
     records.write_text(first)  # as if the job had been stopped after its first cell
-    run_array_job(command, 1)
-    assert len(records.read_text().splitlines()) == 2
-    whole = command.folder / "runs/whole"
-    whole.mkdir()
-    texts = [path.read_text() for path in whole.parent.glob("shard-*/records.jsonl")]
-    (whole / "records.jsonl").write_text("".join(texts))
-    results = run_folder.read(whole).results
-    assert [(one.cell.strategy, one.outcome.value) for one in sorted(results, key=lambda one: one.cell.strategy)] == [(name, "ok") for name in sorted(names)]  # fmt: skip
-    report = command.run("report runs/whole --format md")
-    assert report.code == 0, report.err
+    for task in (1, 2):
+        run_array_job(command, task)
+    found = [*command.records("runs/shard-1"), *command.records("runs/shard-2")]
+    assert {one["outcome"] for one in found} == {"ok"}
+    names = ["baseline", "sequential", "streaming"]
+    assert sorted(one["cell"]["strategy"] for one in found) == names

@@ -135,27 +135,13 @@ def test_the_action_fails_for_a_wasteful_loader_until_it_is_accepted(
     assert made.read_text() != (runner.folder / BASELINE).read_text()
 
 
-LARGE = """
-
-def test_the_import_is_large(weighin):
-    run = weighin.measure(build, 1, depth=1)
-    assert run.baseline.rss_bytes > 512 * 2**20
-"""
-
-
 @pytest.mark.nightly
-def test_the_pytest_example_passes_with_a_torch_that_is_larger_than_the_model(
-    runner: Runner,
-) -> None:
+def test_the_pytest_example_passes(runner: Runner) -> None:
     [text] = blocks(r"## In pytest\n.*?```python")
-    (runner.folder / "test_memory.py").write_text(text + LARGE)
-    [site] = (runner.folder.parent / "env" / "lib").glob("*/site-packages")
-    (site / "large.py").write_text("libraries = b'x' * (512 * 2**20)\n")
-    (site / "large.pth").write_text("import large\n")  # as much as a CUDA build of torch
+    (runner.folder / "test_memory.py").write_text(text)
     pytest_ = "python -m pytest -q -p no:cacheprovider --weighin-isolation process test_memory.py"
     code = typed(runner, pytest_)
-    (site / "large.pth").unlink()
-    assert (code, runner.log.splitlines()[-1].split(" in ")[0]) == (0, "4 passed"), runner.log
+    assert (code, runner.log.splitlines()[-1].split(" in ")[0]) == (0, "3 passed"), runner.log
 
 
 def test_the_page_names_the_inputs_of_the_action() -> None:
