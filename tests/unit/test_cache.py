@@ -79,9 +79,7 @@ def test_an_error_of_the_maker_is_raised_here_and_leaves_nothing(root: Path) -> 
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch, root: Path
-) -> None:
+def test_a_disk_one_byte_too_small(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     needs: list[int] = []
     real = staging.check_space
 
@@ -127,9 +125,7 @@ def test_a_maker_that_is_killed_leaves_no_entry(slow: Path, root: Path) -> None:
     assert names(root / "models") == []
 
 
-def test_a_harness_that_is_killed_takes_its_maker_along_and_frees_the_lock(
-    slow: Path, root: Path
-) -> None:
+def test_a_killed_harness_takes_its_maker_along_and_frees_the_lock(slow: Path, root: Path) -> None:
     code = (
         "from weighin.cell import ModelSpec; from weighin.checkpoint import cache; "
         f"cache.ensure(ModelSpec('slow', 'slow_model:build'), 'pt', python_path=[{str(slow)!r}])"

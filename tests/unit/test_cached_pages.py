@@ -163,9 +163,7 @@ def test_loading_a_cold_file_of_another_user_leaves_no_page_in_the_cache(foreign
 
 
 @pytest.mark.root
-def test_the_cache_of_another_users_file_is_not_known_where_linux_does_not_tell(
-    foreign: Path,
-) -> None:
+def test_what_is_cached_of_a_foreign_file_is_not_known(foreign: Path) -> None:
     release = tuple(int(part) for part in os.uname().release.split(".")[:2])
     if release < (6, 15):
         pytest.skip(f"Linux {os.uname().release} tells everybody what it caches: 6.15 does not")

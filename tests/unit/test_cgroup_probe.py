@@ -78,9 +78,7 @@ def test_a_process_is_named_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not cgroup.is_left_behind(f"{odd}.3"), odd
 
 
-def test_a_run_with_its_own_lock_removes_only_what_was_left_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lock_tells_its_own_leftovers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cgroup.LOCK_VARIABLE, "/run/a.lock")
     name = cgroup.owned_name(3)
     pid, _, rest = name.split("-", 2)
@@ -178,9 +176,7 @@ def test_the_v2_hierarchy_counts_memory_only_with_the_memory_controller(tree: Pa
     assert cgroup.memory_cgroup_of(os.getpid()) is None
 
 
-def test_the_folder_and_the_psi_file_of_a_process(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_and_psi_of_a_process(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: "/cell")
     assert cgroup.memory_cgroup_of(1) is None  # named, but not to be seen from here
     (tree / "cell").mkdir()

@@ -138,9 +138,7 @@ def test_a_group_that_cannot_be_entered_is_named(tmp_path: Path) -> None:
     assert f"cannot be started in {tmp_path}/gone/cgroup.procs" in told
 
 
-def test_a_cell_that_cannot_start_leaves_no_group(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_start_leaves_no_group(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError):
         started(command("/no/such/program", ram_limit_bytes=64 * MIB))
     assert kernel.groups() == []
@@ -280,9 +278,7 @@ def test_all_groups_are_removed_but_the_one_whose_process_does_not_end(
     assert kernel.groups() == []
 
 
-def test_a_removal_waits_for_a_process_that_ends_late(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_waits_for_a_late_end(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     def ends_now(seconds: float) -> None:
@@ -300,9 +296,7 @@ def forbidden(path: Path) -> None:
     raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
 
 
-def test_a_group_that_cannot_be_removed_is_named(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_stays_is_named(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "PATIENCE_S", 0)
     with pytest.raises(StillRunning) as caught, temporary_group() as group:
         kernel.busy.add(group)
@@ -315,9 +309,7 @@ def test_a_group_that_cannot_be_removed_is_named(
     assert told == f"{why}: Operation not permitted\nrmdir {group}"
 
 
-def test_a_group_that_another_process_removes_at_the_same_time_is_gone(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_remove_a_group_at_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     remove = os.rmdir
 
     def removed_before(path: Path) -> None:

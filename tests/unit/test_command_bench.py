@@ -44,9 +44,7 @@ def asked(*scripts: str, **changes: Any) -> Run:
     return Run(Path("run"), planned, ProcessIsolation(), settings, is_new=True)
 
 
-def test_each_record_is_parsed_once_by_a_run_and_once_by_the_run_that_resumes_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_parses_each_record_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
     parse = run_folder.parse
 
@@ -76,9 +74,7 @@ def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_a_command_starts_reaches_it(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_during_the_start(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread of this process, which blocks no signal, takes it before the command has a pid."""
     ended = threading.Event()
 

@@ -76,9 +76,7 @@ def test_lines_that_match_are_marks_in_the_order_of_time(tmp_path: Path) -> None
         (r"two\s+three", []), ("two[^x]", []),
     ],
 )  # fmt: skip
-def test_a_pattern_is_looked_for_in_each_line_by_itself(
-    tmp_path: Path, pattern: str, found: list[str]
-) -> None:
+def test_a_pattern_is_of_one_line(tmp_path: Path, pattern: str, found: list[str]) -> None:
     _, marks = to_files(tmp_path, "print('one\\n\\ntwo\\n  three', end='')", [pattern])
     assert [mark.text for mark in marks] == found
 

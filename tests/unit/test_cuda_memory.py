@@ -83,9 +83,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
             thread.join(60)
 
 
-def test_the_context_is_made_before_the_first_reset_and_each_call_names_the_device(
-    allocator: Allocator,
-) -> None:
+def test_the_context_comes_first_and_each_call_names_the_device(allocator: Allocator) -> None:
     memory = CudaMemory(DEVICE)
     assert allocator.calls == [
         ("set_device", 1),
@@ -131,9 +129,7 @@ def test_a_device_without_an_index_is_the_first(allocator: Allocator) -> None:
 
 @pytest.mark.parametrize("total", [84_974_239_744, 25_393_692_672, 8 * GIB + 1, 1000 * GIB])
 @pytest.mark.parametrize("limit", [8 * GIB, 8 * GIB - 1, 1, 2**33 // 3])
-def test_a_limit_loses_no_byte_on_its_way_through_a_fraction(
-    allocator: Allocator, total: int, limit: int
-) -> None:
+def test_a_limit_as_a_fraction_loses_no_byte(allocator: Allocator, total: int, limit: int) -> None:
     allocator.total_bytes = total
     CudaMemory(DEVICE, limit)
     (fraction,) = [value for name, value in allocator.calls if name == "fraction"]

@@ -88,9 +88,7 @@ def the_limit_around_is_known(kernel: Kernel) -> Path:
         the_limit_around_is_known,
     ],
 )
-def test_cells_stay_in_the_group_of_a_container(
-    v2: Kernel, found: Callable[[Kernel], Path]
-) -> None:
+def test_cells_stay_in_their_container(v2: Kernel, found: Callable[[Kernel], Path]) -> None:
     expected = found(v2)
     assert cgroup.groups_root() == expected
 
@@ -135,9 +133,7 @@ def no_memory_controller(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("change", [refuse_root, no_memory_controller])
-def test_a_user_without_a_folder_for_groups(
-    kernel: Kernel, change: Callable[[Kernel], None]
-) -> None:
+def test_a_user_without_any_folder(kernel: Kernel, change: Callable[[Kernel], None]) -> None:
     change(kernel)
     assert cgroup.groups_root() is None
 
@@ -155,9 +151,7 @@ def test_a_leaf_into_which_nothing_can_be_moved_does_not_stay(v2: Kernel, group:
 
 
 @pytest.mark.parametrize("moved", [[], [1001]], ids=["no leaf", "the leaf of an earlier run"])
-def test_in_a_scope_without_the_memory_controller_all_processes_stay_where_they_are(
-    v2: Kernel, group: Path, moved: list[int]
-) -> None:
+def test_without_the_controller_nothing_moves(v2: Kernel, group: Path, moved: list[int]) -> None:
     for pid in moved:
         (group / LEAF).mkdir()
         v2.put(pid, group / LEAF)
@@ -181,9 +175,7 @@ def test_the_ram_of_cells_is_that_of_the_machine(kernel: Kernel) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers(
-    v2: Kernel,
-) -> None:
+def test_a_limit_around_the_cells_takes_from_their_ram_alone(v2: Kernel) -> None:
     (v2.memory / "cgroup.subtree_control").write_text("+memory")
     group = scope(v2)
     cgroup.limit(group, 4 * GIB)
@@ -197,9 +189,7 @@ def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
-def test_on_v1_the_limit_around_this_process_holds_for_cells_only_without_groups_of_their_own(
-    kernel: Kernel,
-) -> None:
+def test_on_v1_the_limit_around_weighin_is_that_of_cells_without_groups(kernel: Kernel) -> None:
     (own := kernel.memory / "own").mkdir()
     kernel.put(os.getpid(), own)
     cgroup.limit(own, 4 * GIB)

@@ -192,9 +192,7 @@ def test_a_record_names_the_engine_and_the_users_image(engine: RecordedEngine) -
 # -- engines that are refused
 
 
-def test_an_engine_whose_processes_are_not_here_is_refused_and_keeps_no_container(
-    engine: RecordedEngine,
-) -> None:
+def test_a_foreign_engine_is_refused_and_keeps_no_container(engine: RecordedEngine) -> None:
     foreign(engine, DockerIsolation().check)
     assert engine.calls() == [
         "POST /containers/create",
@@ -337,9 +335,7 @@ def test_containers_that_the_engine_does_not_list_are_an_error(engine: RecordedE
 
 
 @pytest.mark.parametrize("status", [404, 500])
-def test_a_container_that_is_being_removed_is_waited_for(
-    status: int, engine: RecordedEngine
-) -> None:
+def test_a_removal_that_is_under_way_is_waited_for(status: int, engine: RecordedEngine) -> None:
     under_way = Answer(409, {"message": "removal is in progress"})
     engine.says("DELETE /containers/ID", under_way, Answer(status, {"message": "busy"}))
     engine.says("POST /containers/ID/wait", Answer(200, {"StatusCode": 0}))
@@ -467,9 +463,7 @@ def test_a_terminal_that_is_closed_is_as_it_was(terminal: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("is_file", [0, 1, 2])
-def test_one_stream_that_is_no_terminal_keeps_all_apart(
-    terminal: tuple[int, int], is_file: int
-) -> None:
+def test_a_stream_to_a_file_keeps_all_apart(terminal: tuple[int, int], is_file: int) -> None:
     with Path(os.devnull).open("r+b") as file:
         files = [terminal[1]] * 3
         files[is_file] = file.fileno()

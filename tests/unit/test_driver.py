@@ -185,9 +185,7 @@ def test_a_cell_whose_process_died_is_a_failed_measurement(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_small", [False, True])
-def test_a_cell_for_a_gpu_goes_to_no_node_without_one_that_joined(
-    tmp_path: Path, is_small: bool
-) -> None:
+def test_no_cell_for_a_gpu_goes_to_a_node_without(tmp_path: Path, is_small: bool) -> None:
     def answer(*_: object) -> Told:
         crew.nodes = {"s": SMALL} if is_small else {"s": SMALL, "l": LARGE}
         return MEASURED
@@ -201,9 +199,7 @@ def test_a_cell_for_a_gpu_goes_to_no_node_without_one_that_joined(
         assert recorded(tmp_path) == ["0l", "1l", "2l"]
 
 
-def test_a_cell_for_a_gpu_reserves_the_gpus_of_its_node_and_is_taken_back_if_they_are_lost(
-    tmp_path: Path,
-) -> None:
+def test_a_cell_reserves_gpus_and_is_taken_back_if_they_are_lost(tmp_path: Path) -> None:
     large, reserved = replace(LARGE, gpu_bytes=(GIB, GIB)), []
 
     class Loses(Crew):
@@ -383,9 +379,7 @@ def test_a_node_waits_for_its_own_free_ram(
     assert (measure(cell), free) == ([cell], [])
 
 
-def test_a_node_that_is_to_stop_has_one_deadline_for_all_that_it_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_that_is_to_stop_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     end_s = time.monotonic() + 60
 
     def receive(_: float) -> dict[str, Any]:

@@ -88,9 +88,7 @@ def server_of_missing_objects(tree: Path, program: str) -> None:
         server_of_missing_objects,
     ],
 )
-def test_no_program_that_a_work_tree_names_is_run(
-    tree: Path, names: Callable[[Path, str], None]
-) -> None:
+def test_no_program_of_a_work_tree_is_run(tree: Path, names: Callable[[Path, str], None]) -> None:
     program = tree / "program"
     program.write_text(f"#!/bin/sh\ntouch {tree / 'EXECUTED'}\nexit 1\n")
     program.chmod(0o755)
@@ -128,9 +126,7 @@ def test_how_far_the_disk_of_a_folder_reads_ahead(
     assert environment.read_ahead_bytes(tmp_path / "not/made yet") == expected
 
 
-def test_a_record_holds_no_variable_but_those_that_change_figures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_variables_that_change_figures_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     changing = {
         "GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_CONF", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
         "PYTHONDEVMODE", "PYTHONMALLOC", "PYTHONOPTIMIZE",

@@ -80,9 +80,7 @@ def test_the_kills_of_a_group(text: str, group: str | None, expected: list[Kill]
         ("/a/own/in", "/a/own/in", "/a/own", "below"),
     ],
 )
-def test_where_the_cgroup_is_whose_limit_was_met(
-    limited: str, victim: str, home: str | None, limit_is: str
-) -> None:
+def test_whose_limit_was_met(limited: str, victim: str, home: str | None, limit_is: str) -> None:
     text = V2_5_15.replace("oom_memcg=/user.slice/hello-cg", f"oom_memcg={limited}")
     text = text.replace("task_memcg=/user.slice/hello-cg", f"task_memcg={victim}")
     group = None if home else "/a/own"  # with a home alone, the command started in it
@@ -100,9 +98,7 @@ def test_a_process_without_a_group_is_found_by_its_pid() -> None:
     [(V2_5_15, 1284158, "unknown"), (MACHINE_6_8, 2621226, "machine")],
     ids=["v2", "machine"],
 )
-def test_the_kernel_leaves_out_the_cause_after_ten_kills(
-    text: str, pid: int, limit_of: str
-) -> None:
+def test_after_ten_kills_the_kernel_names_no_cause(text: str, pid: int, limit_of: str) -> None:
     line = text.splitlines()[1]
     (found,) = found_in(line, "/hello-cg", pid)
     assert (found.limit_of, found.is_main) == (limit_of, True)

@@ -71,7 +71,7 @@ def test_the_figures_of_a_group(tmp_path: Path, kernel: str) -> None:
 @pytest.mark.parametrize(
     ("kernel", "written", "lifted"), [("hybrid-6.18", "0", "-1"), ("v2-6.12", "reset\n", "max")]
 )
-def test_what_each_kernel_wants_written(
+def test_what_a_kernel_wants_written(
     tmp_path: Path, kernel: str, written: str, lifted: str
 ) -> None:
     with closing(make_group(tmp_path, kernel)) as group:

@@ -76,9 +76,7 @@ def times(sent: Sent) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.usefixtures("no_garbage")
-def test_the_peak_the_end_and_the_faults_of_a_phase_are_its_own(
-    marks: Marks, sent: Sent, area: mmap.mmap
-) -> None:
+def test_the_figures_of_a_phase_are_its_own(marks: Marks, sent: Sent, area: mmap.mmap) -> None:
     with marks.phase("clean"):
         before = read_status()["VmRSS"]
     with marks.phase("take"):
@@ -130,9 +128,7 @@ def test_a_phase_that_fails_is_marked_and_the_next_may_begin(marks: Marks, sent:
     assert [phase.name for phase in phases(sent)] == ["read", "again"]
 
 
-def test_a_phase_is_announced_when_it_begins_and_the_time_in_marks_is_kept_apart(
-    marks: Marks, sent: Sent, clock: SimpleNamespace
-) -> None:
+def test_a_phase_is_announced(marks: Marks, sent: Sent, clock: SimpleNamespace) -> None:
     with marks.phase("read"):
         assert sent == [{"event": "told", "phase": "read"}]
         clock.now += 5 * MS
@@ -195,9 +191,7 @@ def test_what_ends_or_begins_after_a_tests_body_is_no_phase(marks: Marks, sent: 
     assert [phase.name for phase in phases(sent)] == ["again"]
 
 
-def test_the_gpu_is_waited_for_read_and_only_then_reset(
-    marks: Marks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpu_is_read_before_its_reset(marks: Marks, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def called(name: str, answer: object = None) -> Any:

@@ -111,9 +111,7 @@ def test_a_command_that_runs_is_waited_for_and_gets_signals(start: Start) -> Non
 
 
 @pytest.mark.usefixtures("no_garbage")
-def test_a_program_that_does_not_exist_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")  # without folders that this user may not read
     before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(ConfigError) as caught:
@@ -153,9 +151,7 @@ def daemon(folder: Path) -> int:
     return pid
 
 
-def test_a_daemon_without_variables_in_its_own_session_belongs_to_its_command(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_daemon_without_variables_is_of_its_command(start: Start, tmp_path: Path) -> None:
     running = start(DAEMON + "exec sleep 601")
     pid = daemon(tmp_path)
     wait_until(lambda: set(running.members()) == {running.pid, pid}, "they are not both members")
