@@ -1,63 +1,26 @@
 """When and how py-spy is run on a command's processes, what is said where it cannot be, and the code of a frame."""
 
-import contextlib
 import ctypes
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_trees import command
-from leftovers import wait_until
 
 from weighin.probes.stacks import StackTaker
 from weighin.run.commands import code_of
 from weighin.units import MIB
 
-# A parent that waits for the end of a vfork is in uninterruptible sleep. The child has its own memory.
-_DISK_SLEEP = """
-import ctypes, os, platform, time
-call = ctypes.CDLL(None).syscall
-number = {"x86_64": 56, "aarch64": 220}[platform.machine()]  # clone
-def sleep_in_kernel():
-    if call(number, 0x4000 | 17, 0, 0, 0, 0) == 0:  # CLONE_VFORK, SIGCHLD
-        time.sleep(60)
-        os._exit(0)
-print("started", flush=True)
-sleep_in_kernel()
-"""
 _PTRACE_SEIZE = 0x4206
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def look(taker: StackTaker, t_ns: int, usage_bytes: int) -> None:
     """Look, and wait for the end of the reading."""
     taker.look(t_ns, usage_bytes)
     taker.stacks  # noqa: B018
-
-
-@pytest.mark.cgroup
-def test_processes_in_uninterruptible_sleep_are_read_without_being_stopped() -> None:
-    with contextlib.ExitStack() as ends:
-        sleeping = [
-            ends.enter_context(command(_DISK_SLEEP, start_new_session=True)) for _ in range(4)
-        ]
-        for one in sleeping:
-            ends.callback(os.killpg, one.pid, signal.SIGKILL)  # its child, too
-        for one in sleeping:
-            one.reach("started")
-            wait_until(lambda one=one: _state(one.pid) == "D", "no uninterruptible sleep")  # type: ignore[misc]
-        taker = StackTaker(lambda: [one.pid for one in sleeping])
-        look(taker, 1, 100 * MIB)
-        assert {stack.pid for stack in taker.stacks} == {one.pid for one in sleeping}
-        assert all("sleep_in_kernel (<string>:" in stack.frames[0] for stack in taker.stacks)
-        assert taker.why == ""
 
 
 @pytest.mark.cgroup

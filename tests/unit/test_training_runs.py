@@ -8,16 +8,12 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harms import complaint
-from hypothesis import given
-from hypothesis import strategies as st
 from state_files import assert_same, read_state
 from training_runs import Model, classes, small_model, write_universal, write_zero
 
@@ -25,7 +21,7 @@ from weighin.errors import CheckpointError, HarnessError
 from weighin.stream import formats
 from weighin.stream.pretrained_library import Selection
 from weighin.stream.slices import Slice
-from weighin.stream.zero import boxes, laid_out
+from weighin.stream.zero import laid_out
 
 FIRST = "mp_rank_00_model_states.pt"
 
@@ -38,25 +34,6 @@ def model() -> Model:
 
 def refusal(path: Path) -> str:
     return str(complaint(formats.read, path))
-
-
-@given(
-    st.lists(st.integers(1, 5), max_size=4).map(tuple), st.lists(st.integers(0, 700), max_size=4)
-)
-def test_boxes_of_all_ranges_are_the_whole_tensor_in_order(
-    shape: tuple[int, ...], cuts: list[int]
-) -> None:
-    """However a tensor's elements are spread over flat tensors, it is the same."""
-    numbers = torch.arange(prod(shape)).reshape(shape)
-    ends = sorted({0, prod(shape), *(cut for cut in cuts if cut < prod(shape))})
-    found = []
-    for first, last in pairwise(ends):
-        of_range = list(boxes(shape, first, last))
-        assert len(of_range) <= max(1, 2 * len(shape) - 1)
-        for start, size in of_range:
-            place = tuple(slice(at, at + count) for at, count in zip(start, size, strict=True))
-            found.append(numbers[place].flatten())
-    assert torch.equal(torch.cat(found), numbers.flatten())
 
 
 def test_flat_tensors_that_are_too_short_are_refused(tmp_path: Path) -> None:
