@@ -96,21 +96,6 @@ def bitsandbytes_nf4(name: str, matrix: torch.Tensor) -> State:
     }
 
 
-def bitsandbytes_nested(name: str, matrix: torch.Tensor) -> State:
-    """Return codes of nf4 whose scales are codes, too (double quantisation)."""
-    state = bitsandbytes_nf4(name, matrix)
-    text = f"{name}.weight.quant_state.bitsandbytes__nf4"
-    blocks = len(state[f"{name}.weight.absmax"])
-    more = {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.015625}
-    settings = json.loads(bytes(state[text].tolist())) | more
-    return state | {
-        f"{name}.weight.absmax": torch.randint(0, 256, (blocks,), dtype=torch.uint8),
-        f"{name}.weight.nested_absmax": torch.rand(-(-blocks // 256)) / 100,
-        f"{name}.weight.nested_quant_map": torch.linspace(-1, 1, 256),
-        text: _text(settings),
-    }
-
-
 def _text(state: Mapping[str, Any]) -> torch.Tensor:
     return torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
 

@@ -16,7 +16,7 @@ from cgroup_trees import LAYOUTS, Kernel, installed
 from warm_children import Forks
 
 from weighin import child_process
-from weighin.probes import page_cache, sampler
+from weighin.probes import sampler
 from weighin.stream import foreign
 
 
@@ -81,12 +81,6 @@ def sleeper() -> Iterator[int]:
 def no_garbage() -> None:
     """Free what earlier tests left, lest it be freed amidst a test that counts memory or files."""
     gc.collect()
-
-
-@pytest.fixture
-def all_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every page of a file look cached; the kernel may drop one at any moment."""
-    monkeypatch.setattr(page_cache, "cached_share", lambda *_: 1.0)
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ from weighin.result import (
     Pressure,
     Result,
     Sample,
-    Written,
 )
 from weighin.settings.definition import check_suite
 from weighin.suite.registry import StrategyInfo
@@ -179,20 +178,6 @@ def notebook_run() -> list[Result]:
     """Six strategies at 8 GiB: three are killed, three live."""
     formats = {"per_param": "per_param", "streaming": "safetensors"}
     return [make_result(make_cell(name, format=formats.get(name, "pt"))) for name in SCRIPTS]
-
-
-def saving_run(repeats: int = 1) -> list[Result]:
-    """Saves in two layouts, one of them with options; later repeats take longer."""
-    ways: dict[str, Any] = {"sharded": {"max_shard_bytes": GIB}, "safetensors": {}}
-    return [
-        make_result(
-            make_cell(strategy, operation="save", format=strategy, options=options, repeat=repeat),
-            (IMPORT, ("write", 6 + repeat, 6.5 + repeat / 1000, 0.12), ("touch", 1, 6.5, 0.12)),
-            written=Written(MODEL_BYTES, MODEL_BYTES, 7 if options else 1),
-        )
-        for strategy, options in ways.items()
-        for repeat in range(repeats)
-    ]
 
 
 def mixed_run() -> list[Result]:
