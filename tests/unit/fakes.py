@@ -58,34 +58,11 @@ class KnownListener(Listener):
             self._take(self.ranks[rank], message)
 
 
-class Silent:
-    """A cell's mark and sampler that see nothing and do nothing."""
+class Seen:
+    """A cell's mark and sampler, which see what a test or its script tells them, and else nothing."""
 
     escape, table = "", ProcessTable()
-    oom_kills: int | None = None
-    last_peaks_rss_bytes: Sequence[int | None] = ()
-    others = (0, 0)
-    seen: tuple[Sample, ...] = ()
     rank_samples: Mapping[int, list[Sample]] = MappingProxyType({})
-
-    def counters(self) -> Counters:
-        return Counters()
-
-    def reset_peak(self) -> bool:
-        return True
-
-    def raise_limit(self) -> None: ...
-
-    def start(self) -> None: ...
-
-    def stop(self) -> list[Sample]:
-        return list(self.seen)
-
-    def close(self) -> None: ...
-
-
-class Seen(Silent):
-    """An observer that sees what a test or its script tells it; counters are None until then."""
 
     def __init__(
         self,
@@ -96,7 +73,7 @@ class Seen(Silent):
         sampled_kills: int | None = None,
         **figures: Any,
     ) -> None:
-        self.seen, self.last_peaks_rss_bytes = tuple(samples), (last_peak_bytes,)
+        self.samples, self.last_peaks_rss_bytes = samples, (last_peak_bytes,)
         self.others, self.oom_kills = others, sampled_kills
         self.now, self._resets = Counters(**figures), resets
 
@@ -114,16 +91,25 @@ class Seen(Silent):
     def reset_peak(self) -> bool:
         return self._resets
 
+    def raise_limit(self) -> None: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> list[Sample]:
+        return list(self.samples)
+
+    def close(self) -> None: ...
+
 
 _pids = count(2**22 + 1)  # which no process has
-_played: dict[int, Silent] = {}
+_played: dict[int, Seen] = {}
 
 
 def play(patch: pytest.MonkeyPatch) -> None:
     """Let a played worker be observed by what its test plays, in all unit tests."""
     mark_of = measuring.cgroup_of
 
-    def sampler_of(pid: int, *arguments: Any, **options: Any) -> Silent | Sampler:
+    def sampler_of(pid: int, *arguments: Any, **options: Any) -> Seen | Sampler:
         return _played.get(pid) or Sampler(pid, *arguments, **options)
 
     patch.setattr(measuring, "cgroup_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
@@ -148,7 +134,7 @@ class FakeRunning:
         cgroup: Path | None = None,
         unseen: str = "",
         hangs: int = 0,
-        inside: Silent | None = None,
+        inside: Seen | None = None,
     ) -> None:
         """``inside`` is all that a ``Watch`` sees of this worker (``play``)."""
         self.script = deque(script)
@@ -203,7 +189,7 @@ class PlayedIsolation:
     limits = False
 
     def __init__(
-        self, *scripts: Sequence[Step], name: str = "process", inside: Silent | None = None
+        self, *scripts: Sequence[Step], name: str = "process", inside: Seen | None = None
     ) -> None:
         self.jobs: list[Job] = []
         self.steps: list[str] = []
@@ -261,14 +247,9 @@ def baseline(t_ns: int = 100, mib: int = 300) -> bytes:
 
 def phase(name: str, peak_mib: int = 300, **changes: Any) -> bytes:
     fields = {
-        "name": name,
-        "start_ns": 0,
-        "end_ns": 1,
-        "peak_rss_bytes": peak_mib * MIB,
-        "end": memory(peak_mib),
-        "minor_faults": 10,
-        "major_faults": 1,
-    }
+        "name": name, "start_ns": 0, "end_ns": 1, "peak_rss_bytes": peak_mib * MIB,
+        "end": memory(peak_mib), "minor_faults": 10, "major_faults": 1,
+    }  # fmt: skip
     return event("phase", **fields | changes)
 
 
@@ -305,13 +286,10 @@ def followed(
     settings: Settings = SETTINGS,
     reference: Reference | None = None,
     disk: Any = None,
-    before_load: Callable[[], None] = lambda: None,
-    on_phase: Callable[[str], object] = str,
 ) -> tuple[Result, Watch]:
     """Watch a played worker from its start to its result."""
-    kind: Any = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
-    spec = kind(job, settings=settings)
-    spec.disk, spec.on_phase = disk, on_phase
+    spec = LoadSpec(job, settings=settings)
+    spec.disk = disk
     with tempfile.TemporaryDirectory() as folder:
         running.listener = KnownListener(Path(folder), ranks)
         watch = Watch(spec, running.listener, reference)
@@ -326,8 +304,8 @@ def followed(
     return replace(result, environment=watch.ranks[0].told.environment), watch
 
 
-def watched(running: FakeRunning, say: Callable[[str], object] = str) -> Result:
-    return followed(running, on_phase=say)[0]
+def watched(running: FakeRunning) -> Result:
+    return followed(running)[0]
 
 
 def take(
@@ -336,12 +314,11 @@ def take(
     files: Sequence[Path] = (),
     model_bytes: int | None = None,
     environment: dict[str, Any] | None = None,
-    reference: Reference | None = None,
     steady: bool = False,
 ) -> Measured:
     settings = SETTINGS.model_copy(update={"steady": steady})
     spec = LoadSpec(job, files, model_bytes, settings)
-    return measuring.measure(isolation, spec, environment, reference)
+    return measuring.measure(isolation, spec, environment)
 
 
 def measure(isolation: Any, run: Path, *arguments: Any, **options: Any) -> Result:

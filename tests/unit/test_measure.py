@@ -9,7 +9,7 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import BASELINE, JOB, PlayedIsolation, Silent, done, measure, ready, take
+from fakes import BASELINE, JOB, PlayedIsolation, Seen, done, measure, ready, take
 
 from weighin.cell import Job
 from weighin.probes import environment, page_cache
@@ -88,7 +88,7 @@ def test_a_checkpoint_that_is_not_proven_cold_is_told_of(
 
 
 def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
-    class Escaped(Silent):
+    class Escaped(Seen):
         escape = "python (pid 12) left its cgroup for /x"
 
     played = PlayedIsolation([*BASELINE, done()], inside=Escaped())
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_changed_during_the_cell_voids_it(
 
 
 def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
-    class Broken(Silent):
+    class Broken(Seen):
         def counters(self) -> Counters:
             raise RuntimeError("odd")
 
@@ -153,7 +153,7 @@ def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
     assert started[0].closed == 1
 
 
-class Unstartable(Silent):
+class Unstartable(Seen):
     def start(self) -> None:
         raise RuntimeError("odd")
 
@@ -172,7 +172,7 @@ class Unstartable(Silent):
     ids=["start", "wait", "close", "sampler"],
 )
 def test_a_cell_that_breaks_off_leaves_no_log_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, inside: Silent | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, inside: Seen | None
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("odd")
