@@ -29,6 +29,10 @@ from weighin.result import SCHEMA, Outcome, Peaks, Result, Sample
 from weighin.run.measure import Measured
 
 FIXTURE = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
+PUBLISHED = {
+    path.parent.name: path
+    for path in sorted(Path(__file__).parents[2].glob("results/published/*/records.jsonl"))
+}
 AGAIN = make_result(replace(make_result().cell, repeat=1))
 
 
@@ -51,7 +55,7 @@ def wrong_outcome(line: str) -> str:
 # Written and read back ----------------------------------------------------------------------------
 
 # Written text loses what UTF-8 cannot hold: surrogates are the subject of a test below. Reading
-# replaces control characters: tests/unit/test_foreign.py.
+# replaces control characters, as another does.
 words = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=12)
 sizes = st.none() | st.integers(0, 2**63 - 1)
 free = st.dictionaries(words, st.none() | st.booleans() | st.integers(-9, 9) | words, max_size=3)
@@ -72,6 +76,24 @@ def test_every_result_survives_its_json(result: Result) -> None:
     line = run_folder._encode(result, "cell")
     assert b"\n" not in line
     assert parse(Result, line, "records.jsonl, line 1") == result
+
+
+def has_all_of(written: Any, read: Any) -> bool:
+    """Tell whether every value is as it was read; an older weighin did not write all keys."""
+    if isinstance(read, dict):
+        return all(key in written and has_all_of(written[key], read[key]) for key in read)
+    if isinstance(read, list):
+        return len(written) == len(read) and all(map(has_all_of, written, read))
+    return type(written) is type(read) and bool(written == read)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_record_is_read_and_written_as_it_is(name: str) -> None:
+    for line in PUBLISHED[name].read_bytes().splitlines():
+        result = parse(Result, line, name)
+        written = run_folder._encode(result, name)
+        assert has_all_of(json.loads(written), json.loads(line))
+        assert parse(Result, written, name) == result
 
 
 @pytest.mark.parametrize(
