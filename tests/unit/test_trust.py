@@ -49,77 +49,58 @@ def forge(change: Change) -> None:
     path.write_text(json.dumps(plan))
 
 
-def forged(here: Path) -> dict[str, tuple[Change, str]]:
-    """What somebody else may have put into a plan, and what is then shown."""
+def model(plan: dict[str, Any], builder: str, kwargs: dict[str, Any]) -> None:
+    plan["cells"][0]["model"] |= {"builder": builder, "kwargs": kwargs}
+
+
+def evil_folder(plan: dict[str, Any]) -> None:
+    plan["settings"]["python_path"] = [f"{Path.cwd()}/lib"]
+    model(plan, "evil:build", {})
+
+
+def setting(**changes: Any) -> Change:
+    return lambda plan: plan["settings"].update(changes)
+
+
+EVIL = {"name": "ray", "address": "ray://evil:10001", "labels": {}}
+RAY = {"name": "ray", "address": ""}
+VARIABLES = {"LD_PRELOAD": "/evil.so", "MALLOC_ARENA_MAX": "2"}
+FORGED: dict[str, tuple[Change, str]] = {
+    "builder": (lambda plan: model(plan, "os:system", {"command": "touch \x1b[2Jowned"}),
+                'builder os:system with {"command": "touch \\u001b[2Jowned"}'),
+    "builder of ours": (lambda plan: model(plan, "weighin.models.stack:nn", {}), "builder weighin.models.stack:nn with {}"),
+    "builder of a module": (lambda plan: model(plan, "weighin.stream.construct:os", {}), "builder weighin.stream.construct:os with {}"),
+    "strategy": (lambda plan: plan["settings"].update(strategy_paths={"baseline": f"{Path.cwd()}/mine.py"}), "strategy HERE/mine.py"),
+    "variable": (lambda plan: plan["cells"][0].update(environment=VARIABLES),
+                 "environment LD_PRELOAD=/evil.so; environment MALLOC_ARENA_MAX=2"),
+    "mount": (setting(mounts=["/etc"]), "mount /etc"),
+    "cluster": (setting(engine=EVIL), "Ray cluster ray://evil:10001"),
+    "image": (setting(image="evil", mounts=[""], engine=RAY), "image evil"),
+    "folder": (evil_folder, "builder evil:build with {}; folder of modules HERE/lib"),
+}  # fmt: skip
+"""What somebody else may have put into a plan, and what is then shown."""
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(here: Path, name: str) -> None:
     (here / "mine.py").write_text(LOAD)
     (here / "lib").mkdir()
     (here / "lib/evil.py").touch()
-    evil = {"name": "ray", "address": "ray://evil:10001", "labels": {}}
-    return {
-        "builder": (
-            lambda plan: model(plan, "os:system", {"command": "touch \x1b[2Jowned"}),
-            'builder os:system with {"command": "touch \\u001b[2Jowned"}',
-        ),
-        "strategy": (
-            lambda plan: settings(plan, strategy_paths={"baseline": f"{here}/mine.py"}),
-            f"strategy {here}/mine.py",
-        ),
-        "variable": (
-            lambda plan: plan["cells"][0].update(
-                environment={"LD_PRELOAD": "/evil.so", "MALLOC_ARENA_MAX": "2"}
-            ),
-            "environment LD_PRELOAD=/evil.so; environment MALLOC_ARENA_MAX=2",
-        ),
-        "mount": (lambda plan: settings(plan, mounts=["/etc"]), "mount /etc"),
-        "cluster": (lambda plan: settings(plan, engine=evil), "Ray cluster ray://evil:10001"),
-        "image": (
-            lambda plan: settings(
-                plan, image="evil", mounts=[""], engine={"name": "ray", "address": ""}
-            ),
-            "image evil",
-        ),
-        "folder": (
-            lambda plan: model(settings(plan, python_path=[f"{here}/lib"]), "evil:build", {}),
-            f"builder evil:build with {{}}; folder of modules {here}/lib",
-        ),
-    }
-
-
-def model(plan: dict[str, Any], builder: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    plan["cells"][0]["model"] |= {"builder": builder, "kwargs": kwargs}
-    return plan
-
-
-def settings(plan: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    plan["settings"] |= changes
-    return plan
-
-
-@pytest.mark.parametrize(
-    "name", ["builder", "strategy", "variable", "mount", "cluster", "image", "folder"]
-)
-def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(here: Path, name: str) -> None:
-    change, shown = forged(here)[name]
+    change, shown = FORGED[name]
     planned()
     forge(change)
-    assert refused(resume, Path("run")) == (
+    assert refused(resume, Path("run")).replace(str(here), "HERE") == (
         f"run/plan.json names code that is not part of weighin and would run here: {shown}\n"
         "read that code; if you trust it: weighin bench --resume run --trust; or start a new run"
     )
-    assert len(resume(Path("run"), trusted=True).planned) == 1
+    if not name.startswith("builder of"):
+        assert len(resume(Path("run"), trusted=True).planned) == 1
 
 
 @pytest.mark.parametrize("operation", ["load", "save"])
 def test_what_is_ours_needs_no_trust(operation: str) -> None:
     planned(operation=operation, strategies="all", models=["gpt2-tiny", "tied-tiny"])
     assert resume(Path("run")).planned
-
-
-@pytest.mark.parametrize("builder", ["weighin.models.stack:nn", "weighin.stream.construct:os"])
-def test_a_function_of_our_package_that_is_no_model_is_foreign(builder: str) -> None:
-    planned()
-    forge(lambda plan: plan["cells"][0]["model"].update(builder=builder))
-    assert f"builder {builder} with" in refused(resume, Path("run"))
 
 
 def test_each_file_of_a_model_is_read_once_for_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
