@@ -223,13 +223,8 @@ class PlayedIsolation:
 def memory(mib: int, **changes: Any) -> dict[str, Any]:
     """A Memory of so many MiB, two thirds of them anonymous, as a worker sends it."""
     third = mib * MIB // 3
-    values = {
-        "rss_bytes": mib * MIB,
-        "anon_bytes": 2 * third,
-        "file_bytes": third,
-        "shmem_bytes": 0,
-    }
-    return {name: getattr(Memory(**values), name) for name in Memory.__slots__} | changes
+    whole = Memory(mib * MIB, anon_bytes=2 * third, file_bytes=third, shmem_bytes=0)
+    return {name: getattr(whole, name) for name in Memory.__slots__} | changes
 
 
 def event(kind: str, **fields: Any) -> bytes:

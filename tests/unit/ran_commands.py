@@ -29,20 +29,14 @@ SECOND_NS = 10**9
 PID = 100  # of the command of a record that is made
 COMMAND = ("python", "train.py", "--epochs", "1")
 PYTHON = Process(
-    pid=4711,
-    parent_pid=4000,
-    command="python train.py --epochs 1",
-    start_ns=START_NS,
-    end_ns=START_NS + 3 * SECOND_NS,
-    highest_rss_bytes=640 * MIB,
-    anon_bytes=500 * MIB,
-    file_bytes=20 * MIB,
-    shmem_bytes=0,
+    pid=4711, parent_pid=4000, command="python train.py --epochs 1", start_ns=START_NS,
+    end_ns=START_NS + 3 * SECOND_NS, highest_rss_bytes=640 * MIB, anon_bytes=500 * MIB,
+    file_bytes=20 * MIB, shmem_bytes=0,
     files=(
         OpenFile("/data/model-00003.safetensors", 5016 * MIB, position_bytes=2150 * MIB),
         OpenFile("/data/vocab.bin", 64 * MIB, mapped_bytes=32 * MIB),
     ),
-)
+)  # fmt: skip
 WORKER = replace(
     PYTHON, pid=4712, parent_pid=4711, command="worker | 1", anon_bytes=57 * MIB,
     shmem_bytes=100 * MIB, files=(),
@@ -61,16 +55,13 @@ def settings_of(
     *cells: Cell, cold: Sequence[str] = (), marks: Sequence[str] = (), **changes: Any
 ) -> Settings:
     """The settings of a run of these commands."""
+    known = {cell.strategy: cell for cell in cells}.items()
     commands = [
         SuiteCommand.model_construct(
-            name=cell.strategy,
-            command=list(cell.command),
-            cold=list(cold),
-            marks=list(marks),
-            environment=cell.environment,
+            name=name, command=[*cell.command], cold=[*cold], marks=[*marks], environment=cell.environment
         )
-        for cell in {cell.strategy: cell for cell in cells}.values()
-    ]
+        for name, cell in known
+    ]  # fmt: skip
     return Settings(commands=commands).model_copy(update=changes)
 
 
@@ -82,26 +73,16 @@ def make_ran(cell: Cell | None = None, outcome: Outcome = Outcome.OK, **changes:
     """A command that needs 757 MiB, with 200 MiB of page cache at its peak."""
     cell = cell or make_command()
     changes.setdefault("ran", RAN)
+    peaks = Peaks(
+        cgroup_bytes=957 * MIB, anon_sampled_bytes=657 * MIB, file_sampled_bytes=200 * MIB,
+        unreclaimable_sampled_bytes=757 * MIB, shmem_sampled_bytes=100 * MIB,
+    )  # fmt: skip
     base = Result(
-        schema=SCHEMA,
-        cell=cell,
-        outcome=outcome,
-        peaks=Peaks(
-            cgroup_bytes=957 * MIB,
-            anon_sampled_bytes=657 * MIB,
-            file_sampled_bytes=200 * MIB,
-            unreclaimable_sampled_bytes=757 * MIB,
-            shmem_sampled_bytes=100 * MIB,
-        ),
-        load_ns=3 * SECOND_NS,
-        ready_ns=3 * SECOND_NS,
-        oom_kills=0,
-        exit_code=0,
-        cost=Cost(wall_ns=3 * SECOND_NS + 5, load_ns=3 * SECOND_NS),
-        samples_path=f"samples/{cell.id}.csv",
-        started_at="2025-01-02T03:04:05+00:00",
+        SCHEMA, cell, outcome, peaks=peaks, load_ns=3 * SECOND_NS, ready_ns=3 * SECOND_NS, oom_kills=0,
+        exit_code=0, cost=Cost(wall_ns=3 * SECOND_NS + 5, load_ns=3 * SECOND_NS),
+        samples_path=f"samples/{cell.id}.csv", started_at="2025-01-02T03:04:05+00:00",
         environment=dict(ENVIRONMENT),
-    )
+    )  # fmt: skip
     return replace(base, **changes)
 
 
@@ -154,15 +135,8 @@ def made(
 ) -> Result:
     """The result of a command; further arguments are fields of its ``Ran``."""
     cell = Cell.of_command("load.py", ("python", "load.py"), "cgroup", ram_limit_bytes=limit)
-    return Result(
-        schema=SCHEMA,
-        cell=cell,
-        outcome=outcome,
-        message=message,
-        peaks=peaks,
-        samples_path=samples_path,
-        ran=Ran(pid=PID, needed_bytes=needed, **ran),
-    )
+    found = Ran(pid=PID, needed_bytes=needed, **ran)
+    return Result(SCHEMA, cell, outcome, message, peaks=peaks, samples_path=samples_path, ran=found)
 
 
 def process(

@@ -46,24 +46,16 @@ def swept(
     seconds, again = lived
     pages = round(again * MODEL_BYTES / 4096)
     memory = Memory(300 * MIB, 200 * MIB, 100 * MIB, 0)
-    passes = tuple(
-        Phase("forward", 0, 2 * SECOND, 300 * MIB, memory, 9, round(again * 100), None, pages // 2)
-        for _ in range(cell.passes)
-    )
+    reread = round(again * 100)
+    one = Phase("forward", 0, 2 * SECOND, 300 * MIB, memory, 9, reread, None, pages // 2)
     return Result(
-        SCHEMA,
-        cell,
-        Outcome.OK,
-        model_bytes=MODEL_BYTES,
-        baseline=memory,
-        peaks=Peaks(rss_bytes=GIB, anon_sampled_bytes=GIB),
-        phases=passes,
+        SCHEMA, cell, Outcome.OK, model_bytes=MODEL_BYTES, baseline=memory,
+        peaks=Peaks(rss_bytes=GIB, anon_sampled_bytes=GIB), phases=(one,) * cell.passes,
         ready_ns=round((seconds - 2 * cell.passes) * SECOND),
-        faults=Faults(1, round(again * 1000), pages - sum(pages // 2 for _ in passes)),
-        pressure=Pressure(0, 0),
-        cost=Cost(wall_ns=SECOND, first_use_ns=2 * SECOND * cell.passes),
+        faults=Faults(1, round(again * 1000), pages - cell.passes * (pages // 2)),
+        pressure=Pressure(0, 0), cost=Cost(wall_ns=SECOND, first_use_ns=2 * SECOND * cell.passes),
         environment=ENVIRONMENT,
-    )
+    )  # fmt: skip
 
 
 def a_sweep() -> list[Result]:
@@ -79,18 +71,13 @@ def searched(strategy: str, mib: int | None, seconds: float | None, repeat: int 
     cell = make_cell(strategy, ram_limit_bytes=None if mib is None else mib * MIB, repeat=repeat)
     is_slow = seconds is not None and seconds > 5
     return Result(
-        SCHEMA,
-        cell,
-        Outcome.OOM_KILLED if seconds is None else Outcome.OK,
-        environment=ENVIRONMENT,
-        model_bytes=4 * GIB,
-        baseline=Memory(230 * MIB, 144 * MIB, 86 * MIB, 0),
+        SCHEMA, cell, Outcome.OOM_KILLED if seconds is None else Outcome.OK, environment=ENVIRONMENT,
+        model_bytes=4 * GIB, baseline=Memory(230 * MIB, 144 * MIB, 86 * MIB, 0),
         peaks=Peaks(rss_bytes=GIB, anon_sampled_bytes=GIB),
         ready_ns=None if seconds is None else round(seconds * SECOND),
         faults=Faults(1, 9, 3 * 1024**2 if is_slow else 0),
-        pressure=Pressure(SECOND if is_slow else 0, 0),
-        cost=Cost(SECOND),
-    )
+        pressure=Pressure(SECOND if is_slow else 0, 0), cost=Cost(SECOND),
+    )  # fmt: skip
 
 
 def late(result: Result) -> Result:
