@@ -279,7 +279,8 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Set float32 for the tensors that the class keeps in it, before they have values."""
     from transformers.core_model_loading import build_glob_alternation
 
-    plan = model._get_dtype_plan(dtype)
+    before_5_1 = not hasattr(model, "_get_dtype_plan")
+    plan = model.dtype_plan if before_5_1 else model._get_dtype_plan(dtype)
     if not plan:  # an empty pattern would match every name
         return
     pattern, names, _ = build_glob_alternation(list(plan))

@@ -201,8 +201,7 @@ def _of_transformers(
 
 def _check_codes(model: Any, checkpoint: Path, slices: Sequence[Slice], load: Load) -> None:
     """Raise CheckpointError if transformers took codes (integers or 8-bit floats) for weights, and left out a scale."""
-    unexpected = (name for info in load.infos for name in info.unexpected_keys)
-    scales = {name.rpartition(".")[0]: name for name in unexpected}
+    scales = {name.rpartition(".")[0]: name for name in sorted(load.unexpected)}
     tensors = model.state_dict() if scales else {}
     for one in slices if scales else ():
         scale = scales.get(one.name.rpartition(".")[0])
@@ -266,7 +265,7 @@ def _of_sentences(
         model = SentenceTransformer(
             str(folder), device=str(device), local_files_only=True, **options
         )
-    _refuse_drawn(model, folder, sorted(name for info in load.infos for name in info.missing_keys))
+    _refuse_drawn(model, folder, sorted(load.missing))
     return own(model)
 
 

@@ -98,15 +98,15 @@ class SafeFile:
 class Load:
     """One load: what is still to be read, and the tensors that several names of the file share.
 
-    ``slices`` are tensors of files that have been read. ``infos`` are transformers' reports on keys, one
-    for each of its models. ``defers`` tells whether nothing needs a tensor's values before ``finish``.
+    ``slices`` are tensors of files that have been read. ``missing`` and ``unexpected`` are the keys that
+    transformers reports. ``defers`` tells whether nothing needs a tensor's values before ``finish``.
     """
 
     def __init__(
         self, slices: Sequence[Slice], threads: int | None, *, ignores_adapter: bool = False
     ) -> None:
         self.ignores_adapter = ignores_adapter
-        self.infos: list[Any] = []
+        self.missing, self.unexpected = set[str](), set[str]()
         self.defers = False
         self.fills: list[Fill] = []
         self.shared: dict[object, torch.Tensor] = {}
@@ -206,7 +206,9 @@ def _convert(
     self.collected_tensors.clear()
     out, fills = made
     load.fills += fills
-    return {layer_name.replace("*.", "0."): out}
+    found = {layer_name.replace("*.", "0."): out}
+    # Before transformers 5.1, with the errors of all conversions so far.
+    return (found, more["conversion_errors"]) if "conversion_errors" in more else found
 
 
 def _convert_and_load(
@@ -221,7 +223,9 @@ def _convert_and_load(
         if comparable and all(one.contiguous for one in stored) and are_equal(*stored):
             state_dict[target] = state_dict[source]
     result = real(model, state_dict, *args, **more)
-    load.infos.append(result[0])
+    first = result[0]  # before transformers 5.1, the sets of keys themselves
+    load.missing |= first if isinstance(first, set) else first.missing_keys
+    load.unexpected |= result[1] if isinstance(first, set) else first.unexpected_keys
     load.finish()
     return result
 
