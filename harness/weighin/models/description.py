@@ -128,6 +128,7 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[l
 
     from weighin.stream.bytes import mapped
     from weighin.stream.construct import build_skeleton, resolve_builder
+    from weighin.stream.reading import ties_equal_values
     from weighin.stream.tensors import tied_names, untie
 
     def are_same(one: Slice, other: Slice) -> bool:
@@ -154,7 +155,7 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[l
     missing = wanted.keys() - stored
     for target, source in list(model.all_tied_weights_keys.items()):
         one, other = stored.get(target), stored.get(source)
-        if one and other and are_same(one, other):
+        if one and other and ties_equal_values() and are_same(one, other):
             missing.add(target)
         elif one and other:
             del model.all_tied_weights_keys[target]

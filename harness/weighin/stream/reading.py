@@ -211,12 +211,19 @@ def _convert(
     return (found, more["conversion_errors"]) if "conversion_errors" in more else found
 
 
+def ties_equal_values() -> bool:
+    """Tell whether transformers ties two names that the file has, with equal values: it does since 5.4."""
+    from transformers import __version__
+
+    return tuple(map(int, __version__.split(".")[:2])) >= (5, 4)
+
+
 def _convert_and_load(
     load: Load, real: Any, model: Any, state_dict: dict[str, Any], *args: Any, **more: Any
 ) -> Any:
     """Let tied names of equal bytes share one tensor, and read all values when each has its place."""
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    for target, source in ties.items():
+    for target, source in ties.items() if ties_equal_values() else ():
         pair = state_dict.get(target), state_dict.get(source)
         stored = [one.where for one in pair if isinstance(one, Lazy) and one.where.fill is None]
         comparable = len(stored) == 2 and stored[0].shape == stored[1].shape
