@@ -3,7 +3,7 @@
     python3 tests/versions [TORCH:PYTHON ...] [-- PYTEST ARGUMENTS]      (make test-versions)
 
 Pairs come from the arguments, else from PAIRS, else they are ``oldest:3.11 newest:3.13``: the oldest
-torch that pyproject.toml allows, and the newest that pip finds. Each gets an environment of its own in
+torch and transformers that pyproject.toml allows, and the newest that pip finds. Each gets an environment of its own in
 ``.venv-versions``, which is kept: the CUDA build of torch takes 6 GiB. Without a GPU, hand pip the index
 of PyTorch's CPU wheels in PIP_ARGS. Ends with 1 where a test failed, or a pair could not be tried.
 """
@@ -30,13 +30,14 @@ TESTED: Final = (
     "formats", "generate", "measure", "models", "predict", "predict_allocators",
     "predict_figures", "registry", "safetensors_layout", "saving", "snippet",
     "strategy_options", "load_streaming", "streaming_reads", "keys", "synthesised", "loaders",
-    "verify",
+    "verify", "pretrained", "kept_ties", "reading",
 )  # fmt: skip
 """Unit tests of what runs torch: the loader, the formats, the strategies and the prediction. The loader's
 conformance with torch is tested, too."""
 
 _TOOLS: Final = ("pytest", "hypothesis")  # of the extra "dev": what these tests import
-_TORCHS_OWN: Final = ("torch", "sympy")  # torch pins sympy exactly, each version another one
+# What differs between pairs, and what each version of torch or transformers pins for itself.
+_FREE: Final = ("torch", "sympy", "transformers", "tokenizers", "huggingface-hub", "safetensors")
 COUNTS: Final = ("passed", "failed", "errors", "skipped")
 _PROBE: Final = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 _MOST_S: Final = 3600
@@ -128,31 +129,36 @@ def _install(torch: str, interpreter: Path, folder: Path) -> Path:
     if not ready.is_file():
         _call([interpreter, "-m", "venv", "--clear", folder], "making the environment failed")
     ready.unlink(missing_ok=True)
-    if torch == "oldest":
-        torch = _oldest()
-    what = ["--upgrade", "torch"] if torch == "newest" else [f"torch=={torch}"]
-    _say(f"installing {what[-1]} with {interpreter} in {folder.relative_to(ROOT)}")
+    what = [f"torch=={torch}", "transformers"]
+    if torch in ("oldest", "newest"):
+        names = ("torch", "transformers")
+        what = (
+            ["--upgrade", *names]
+            if torch == "newest"
+            else [f"{one}=={_oldest(one)}" for one in names]
+        )
+    _say(f"installing {' '.join(what)} with {interpreter} in {folder.relative_to(ROOT)}")
     pip = [folder / "bin/python", *["-m", "pip", "install", "--quiet", "--no-cache-dir"]]
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    tools = ["--constraint", _constraints(), "--editable", ROOT, *_TOOLS]
-    _call([*pip, *extra, *what, *tools], f"pip could not install {what[-1]}")
+    tools = ["--constraint", _constraints(), "--editable", f"{ROOT}[hf]", *_TOOLS]
+    _call([*pip, *extra, *what, *tools], f"pip could not install {' '.join(what)}")
     ready.touch()
     return folder
 
 
-def _oldest() -> str:
-    """Return the oldest torch that the project promises to work with."""
-    found = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+def _oldest(package: str) -> str:
+    """Return the oldest version of a package that the project promises to work with."""
+    found = re.search(rf'"{package}>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     if not found:
-        raise Failed("pyproject.toml names no oldest torch")
+        raise Failed(f"pyproject.toml names no oldest {package}")
     return found[1]
 
 
 def _constraints() -> Path:
-    """Write the versions that the project is tested with, without torch's: only torch is to differ."""
+    """Write the versions that the project is tested with, without those that are to differ."""
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     path = FOLDER / "constraints.txt"
-    path.write_text("".join(one for one in lines if one.partition("==")[0] not in _TORCHS_OWN))
+    path.write_text("".join(one for one in lines if one.partition("==")[0] not in _FREE))
     return path
 
 
