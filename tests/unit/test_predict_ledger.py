@@ -75,6 +75,14 @@ def test_memory_is_counted_where_it_is_written_and_until_it_is_freed(ledger: Led
     assert ledger.peaks["tensor_peak_bytes"] == 4 * MANY
 
 
+def test_memory_that_torch_did_not_allocate_is_in_no_heap(ledger: Ledger) -> None:
+    given = torch.empty(0, dtype=torch.uint8).set_(ledger.reserve(100 * KIB))
+    given.fill_(1)
+    assert ledger.tensor_bytes == 100 * KIB
+    del given
+    assert ledger.tensor_bytes == 0  # what a small block leaves in a heap would stay
+
+
 def test_memory_of_the_gpu_is_the_allocators_and_results_are_where_their_inputs_are(
     ledger: Ledger,
 ) -> None:
@@ -119,8 +127,8 @@ def test_page_locked_memory_is_rounded_up_to_a_power_of_two_and_used_again(
     before = ledger.pinned_bytes
     with ledger.pinning(2, 12 * MIB):  # of code that is not run; 16 MiB were freed above
         assert ledger.pinned_bytes - before == 16 * MIB
-    again = [torch.empty(12 * MIB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    assert ledger.pinned_bytes - before == 16 * MIB
+    again = [torch.empty(12 * MIB, dtype=torch.uint8, pin_memory=True) for _ in range(3)]
+    assert ledger.pinned_bytes - before == 32 * MIB  # for the third
     del again
     assert ledger.shared_bytes == ledger.pinned_bytes + BASELINE.shmem_bytes
 
@@ -269,6 +277,16 @@ def test_a_tensor_like_another_has_memory_of_its_own(
     other = make(one)
     assert (other.dtype, other.numel()) == (dtype, one.numel())
     assert ledger.tensor_bytes - before == other.nbytes
+
+
+def test_a_copy_has_the_layout_that_is_asked_for(ledger: Ledger) -> None:
+    one, channels_last = torch.zeros(2, 4, 512, 512), torch.channels_last
+    for copy in (
+        one.clone(memory_format=channels_last),
+        one.half().to(memory_format=channels_last),
+    ):
+        assert copy.is_contiguous(memory_format=channels_last)
+        assert copy.clone().stride() == copy.stride()
 
 
 def test_views_share_the_memory_of_their_tensor(ledger: Ledger) -> None:
