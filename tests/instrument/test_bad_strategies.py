@@ -3,6 +3,7 @@
 ``bench`` itself asserts after every cell that no process, cgroup or container is left.
 """
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,53 +14,9 @@ from nightly import by_day, isolations, nightly
 
 BAD_ENDS = (Path(__file__).parent / "strategies" / "bad_ends.py").read_text().splitlines()
 
-RAISED = {
-    "raises": "ValueError: the shard is broken in two",
-    "raises_in_torch": "FileNotFoundError: [Errno 2] No such file or directory: '/not/there.pt'",
-    "raises_a_novel": "ValueError: " + "word " * 59 + "wo...",
-    "does_not_fit": (
-        "RuntimeError: Error(s) in loading state_dict for TiedModel: Missing key(s) in state_dict:"
-        ' "embedding.weight", "blocks.0.norm1.weight", "blocks.0.qkv.weight",'
-        ' "blocks.0.out.weight", "blocks.0.norm2.weight", "blocks.0.up.weight",'
-        ' "blocks.0.down.weight", "blocks.1.norm1.weight", "blocks.1.qkv.weight", "blocks.1.o...'
-    ),
-    "nests_phases": "RuntimeError: phase 'inner' begins inside 'bad', but a phase cannot begin before the previous phase has ended",
-    "exits": "SystemExit",
-    "exits_with_a_word": "SystemExit: enough",
-}
-ENDED = {
-    "exits_at_once": "the measured process ended with exit code 3 in phase 'bad'",
-    "exits_at_once_as_if_all_were_well": "the measured process ended with exit code 0 in phase 'bad'",
-    "exits_after_a_word": (
-        "the measured process ended with exit code 4 in phase 'bad': "
-        + "?[31mcannot? go on?[0m \ufffd".ljust(197, "!")
-        + "..."
-    ),
-    "segfaults": "the measured process was ended by SIGSEGV in phase 'bad'",
-    "kills_itself": "the measured process was ended by SIGKILL in phase 'bad'",
-    "returns_none": "load() returned None, not a torch.nn.Module",
-    "returns_a_state_dict": "load() returned a dict, not a torch.nn.Module",
-}
-SPOILED = {
-    "one_value_of_a_parameter": ("1 tensor with other values than in the checkpoint: blocks.0.up.weight"),
-    "one_sign_of_zero": "1 tensor with other values than in the checkpoint: rotary.sin",
-    "one_value_of_a_persistent_buffer": ("1 tensor with other values than in the checkpoint: trf_blocks.0.att.mask"),
-    "one_value_of_a_buffer_in_no_checkpoint": ("1 tensor with other values than in the checkpoint: rotary.cos"),
-    "not_a_number": "1 tensor with other values than in the checkpoint: norm.weight",
-    "rows_swapped": ("2 tensors with other values than in the checkpoint: embedding.weight, head.weight"),
-    "left_on_meta": (
-        "12 tensors left on the meta device, without values: "
-        "blocks.0.down.weight, blocks.0.norm1.weight, blocks.0.norm2.weight, ..."
-    ),
-    "untied": "1 tensor no longer tied to the tensor that they share: head.weight",
-    "another_dtype": "1 tensor not of dtype float32: norm.weight",
-    "another_shape": "1 tensor of another shape than in the checkpoint: norm.weight",
-    "one_too_many": "1 tensor not in the checkpoint: extra",
-    "another_model": (
-        "17 tensors missing from the model: "
-        "blocks.0.down.weight, blocks.0.norm1.weight, blocks.0.norm2.weight, ..."
-    ),
-}  # fmt: skip
+TEXTS = json.loads(Path(__file__).with_name("bad_ends.json").read_text())
+"""What the record says, for each way of the strategies to end badly."""
+RAISED, ENDED, SPOILED = (TEXTS[kind] for kind in ("raised", "ended", "spoiled"))
 
 
 @pytest.fixture(autouse=True)

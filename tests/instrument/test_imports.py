@@ -74,12 +74,12 @@ def bare_peak() -> int:
 @pytest.mark.parametrize("isolation", isolations("process", "docker"), indirect=True)
 def test_a_whole_worker_imports_nothing_of_the_parent(bench: Bench, isolation: Watched) -> None:
     ours = HEAVY - {"importlib.metadata"}  # that one torch imports itself
-    result = bench("modules", isolation, unwanted=sorted(ours))
+    result = bench("looks", isolation, unwanted=sorted(ours))
     assert (result.outcome, result.message) == (Outcome.OK, "")
 
 
 def test_the_tests_own_check_of_modules_finds_them(bench: Bench, process: Watched) -> None:
-    result = bench("modules", process, unwanted=["json", "torch.nn"])
+    result = bench("looks", process, unwanted=["json", "torch.nn"])
     assert result.outcome is Outcome.STRATEGY_FAILED
     assert result.message.startswith("ImportError: in the measured process: json, torch.nn (")
 

@@ -10,7 +10,7 @@ from nightly import isolations
 def test_the_worker_starts_with_the_variables_of_its_cell(bench: Bench, isolation: Watched) -> None:
     variables = {"MALLOC_ARENA_MAX": "2", "OF_THIS_TEST": "a b=c"}
     wanted = [f"{name}={value}" for name, value in variables.items()]
-    result = bench("environ", isolation, environment=variables, wanted=wanted)
+    result = bench("looks", isolation, environment=variables, wanted=wanted)
     assert (result.outcome, result.message) == (Outcome.OK, "")
     assert result.cell.environment == variables
 
@@ -27,9 +27,8 @@ def test_a_library_that_the_linker_does_not_load_is_no_measurement(
 
 @pytest.mark.parametrize("isolation", isolations("docker"), indirect=True)
 def test_a_library_that_the_linker_loads_is_measured(bench: Bench, isolation: Watched) -> None:
-    libraries = sorted(Path("/usr/lib").glob("*-linux-gnu/libSegFault.so")) or sorted(
-        Path("/usr/lib").glob("*-linux-gnu/libpthread.so.0")
-    )
+    names = ("libSegFault.so", "libpthread.so.0")
+    libraries = [one for name in names for one in Path("/usr/lib").glob(f"*-linux-gnu/{name}")]
     if not libraries:
         pytest.skip("no small library to preload on this machine")
     result = bench("baseline", isolation, environment={"LD_PRELOAD": str(libraries[0])})

@@ -14,7 +14,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
@@ -125,36 +125,24 @@ def _disk(packages: Sequence[str]) -> Path:
     folder = shelf / _digest(packages)
     with FileLock(shelf / "lock"):
         if not folder.exists():
-            for old in _unused(shelf):
-                shutil.rmtree(old)
+            for old in shelf.iterdir():  # what nothing boots from, and what a killed build left
+                if old.is_dir() and time.time() - old.stat().st_mtime > _UNUSED_S:
+                    shutil.rmtree(old)
             start = time.monotonic()
             with tempfile.TemporaryDirectory(dir=shelf) as making:
-                new = Path(making) / "disk"
-                new.mkdir()
-                _run(
-                    *(str(HERE / "make-disk"), str(new), sysconfig.get_path("purelib")),
-                    *(KERNEL_SUITE, *packages),
-                )
+                (new := Path(making) / "disk").mkdir()
+                purelib = sysconfig.get_path("purelib")
+                _run(str(HERE / "make-disk"), str(new), purelib, KERNEL_SUITE, *packages)
                 new.rename(folder)
             print(f"its disk took {time.monotonic() - start:.0f} s to make")
         os.utime(folder)
     return folder
 
 
-def _unused(shelf: Path) -> Iterator[Path]:
-    """Yield the disks that nothing has booted from of late, and what a killed build has left."""
-    for folder in shelf.iterdir():
-        if folder.is_dir() and time.time() - folder.stat().st_mtime > _UNUSED_S:
-            yield folder
-
-
 def _digest(packages: Sequence[str]) -> str:
     """Return a name for all that goes into the disk."""
-    parts = [
-        KERNEL_SUITE,
-        *packages,
-        *((HERE / name).read_text() for name in ("make-disk", "weighin.service")),
-    ]
+    parts = [KERNEL_SUITE, *packages]
+    parts += [(HERE / name).read_text() for name in ("make-disk", "weighin.service")]
     parts += sorted(f"{one.name}=={one.version}" for one in metadata.distributions())
     return sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -197,12 +185,11 @@ def _boot(boot_from: Path, work: Path, console: Path) -> None:
     command += ["-append", line, "-serial", f"file:{_escaped(console)}"]
     for image, how in ((boot_from / "root.ext4", "snapshot=on"), (work, "cache=unsafe")):
         command += ["-drive", f"file={_escaped(image)},format=raw,if=virtio,{how}"]
+    variables = os.environ | {"TMPDIR": str(console.parent)}  # what is written to the first disk
+    null = subprocess.DEVNULL
+    # In the background of a terminal it would be stopped, but for a session of its own.
     with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"TMPDIR": str(console.parent)},  # what is written to the first disk
-        start_new_session=True,  # in the background of a terminal it would be stopped
+        command, stdin=null, stdout=null, env=variables, start_new_session=True
     ) as process:
         try:
             process.wait(_PATIENCE_S)
@@ -216,11 +203,9 @@ def _escaped(path: Path) -> str:
 
 def _run(*command: str) -> None:
     """Run a program; raises MachineError with the end of what it said where it fails."""
-    ended = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
-        said = "\n".join(ended.stdout.splitlines()[-30:])
+        said = "\n".join((ended.stdout + ended.stderr).splitlines()[-30:])
         raise MachineError(f"{said}\n{command[0]} ended with status {ended.returncode}")
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import builders
 import torch
@@ -32,11 +32,6 @@ _ALL_PLANTS_BYTES = 20 * 1024**2  # for larger models, only every fourth strateg
 _IN_TURN = 4
 _FORWARD = ("streaming, pt", "streaming, safetensors")  # of large models
 _ALWAYS = ("pt", "safetensors")
-
-
-class _NoMarks:
-    def phase(self, _name: str) -> Any:
-        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +101,17 @@ def truth(case: Case, pt: Path, fmt: str, folder: Path) -> Truth:
 def _try_strategy(
     case: Case, what: str, path: Path, truth: Truth, plant: bool
 ) -> Iterator[Outcome]:
-    small = bytes_of_manifest(truth) <= _ALL_PLANTS_BYTES
+    small = truth.manifest.model_bytes() <= _ALL_PLANTS_BYTES
     forward = small if case.family != "torchvision" else what in _FORWARD
     forward = forward and _is_finite(case)
     try:
         model = import_strategy(path)(_load(case, truth, torch.float32))
     except Exception as error:
         outcome = failed(what, error)
-        if outcome.detail == _meta_failure(case):
-            why = f"torch cannot build it on the meta device: {outcome.detail}"
-            outcome = Outcome(what, "not applicable", why)
-        elif outcome.detail == _version_failure(case):
-            why = f"torch refuses a state dict without its modules' versions: {outcome.detail}"
-            outcome = Outcome(what, "not applicable", why)
-        elif _same_fault(outcome.detail, _load_model_failure(case, truth.checkpoint.parent)):
-            why = f"safetensors' load_model refuses what its save_model wrote: {outcome.detail}"
-            outcome = Outcome(what, "not applicable", why)
+        for why, theirs in _reasons(case, truth.checkpoint.parent):
+            if _same_fault(outcome.detail, theirs):
+                outcome = Outcome(what, "not applicable", f"{why}: {outcome.detail}")
+                break
         yield outcome
         return
     yield _expect(what, "", partial(judge, model, case, truth, forward=forward))
@@ -131,30 +121,39 @@ def _try_strategy(
     del model
     if small:
         load = _load(case, truth, torch.bfloat16)
-        yield _expect(
-            f"{what}, bf16",
-            "",
-            lambda: judge(import_strategy(path)(load), case, truth, torch.bfloat16),
-        )
+        loaded = partial(import_strategy(path), load)
+        yield _expect(f"{what}, bf16", "", lambda: judge(loaded(), case, truth, torch.bfloat16))
     if plant and any(one.nbytes for one in layouts.read(truth.checkpoint)):
+        again = partial(import_strategy(path), _load(case, truth, torch.float32))
         with _wrong_byte(truth.checkpoint):
-            yield _expect(
-                f"{what}, wrong byte",
-                "wrong",
-                lambda: judge(
-                    import_strategy(path)(_load(case, truth, torch.float32)), case, truth
-                ),
-            )
+            yield _expect(f"{what}, wrong byte", "wrong", lambda: judge(again(), case, truth))
 
 
-def _meta_failure(case: Case) -> str:
-    """Return torch's error if this model cannot be built on the meta device, else an empty string."""
-    try:
+def _reasons(case: Case, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield why a strategy cannot load a model, and the error that torch or safetensors then gives."""
+
+    def on_meta() -> None:
         with torch.device("meta"):
             case.build(0)
-    except Exception as error:
-        return failed("", error).detail
-    return ""
+
+    def without_versions() -> None:  # which most formats do not store
+        case.build(0).load_state_dict(dict(case.donor().state_dict()))
+
+    def by_safetensors() -> (
+        None
+    ):  # it takes the shared count of a tied batch norm for unexpected (0.8)
+        save_model(case.donor(), str(folder / "own.safetensors"))
+        load_model(case.build(0), folder / "own.safetensors")
+
+    for why, tried in (
+        ("torch cannot build it on the meta device", on_meta),
+        ("torch refuses a state dict without its modules' versions", without_versions),
+        ("safetensors' load_model refuses what its save_model wrote", by_safetensors),
+    ):
+        try:
+            tried()
+        except Exception as error:
+            yield why, failed("", error).detail
 
 
 def _is_finite(case: Case) -> bool:
@@ -167,42 +166,14 @@ def _is_finite(case: Case) -> bool:
         loading.check_forward(right, Inputs(inputs))
     except loading.WrongWeights:
         return False
-    except (
-        RuntimeError
-    ):  # its buffers have another dtype than its inputs until the harness converts them
+    except RuntimeError:  # its buffers have another dtype than its inputs until they are converted
         return True
     return True
-
-
-def _version_failure(case: Case) -> str:
-    """Return torch's error for a state dict without version metadata, which most formats do not store."""
-    try:
-        case.build(0).load_state_dict(dict(case.donor().state_dict()))
-    except Exception as error:
-        return failed("", error).detail
-    return ""
-
-
-def _load_model_failure(case: Case, folder: Path) -> str:
-    """Return the error of safetensors' own ``load_model`` for a file of its own ``save_model``.
-
-    It takes the shared count of a tied batch norm for unexpected (safetensors 0.8).
-    """
-    try:
-        save_model(case.donor(), str(folder / "own.safetensors"))
-        load_model(case.build(0), folder / "own.safetensors")
-    except Exception as error:
-        return failed("", error).detail
-    return ""
 
 
 def _same_fault(one: str, other: str) -> bool:
     """Tell whether two errors are equal but for which of the two names of a ``Pair`` they give."""
     return bool(one) and one.replace('"again.', '"first.') == other.replace('"again.', '"first.')
-
-
-def bytes_of_manifest(truth: Truth) -> int:
-    return truth.manifest.model_bytes()
 
 
 def _load(case: Case, truth: Truth, dtype: torch.dtype) -> Load:
@@ -213,7 +184,7 @@ def _load(case: Case, truth: Truth, dtype: torch.dtype) -> Load:
         options={},
         _model=ModelSpec(case.label, f"builders:{case.builder}", case.kwargs),
         _builder=getattr(builders, case.builder),
-        _marks=_NoMarks(),
+        _marks=SimpleNamespace(phase=lambda _: nullcontext()),
     )
 
 
