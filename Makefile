@@ -95,8 +95,8 @@ test-nightly: .venv-zoo/ready  ## Test what tests leave out by day: all cases of
 model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/results.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/results.md $(ARGS)
 
-checkpoints: .venv-zoo/ready  ## Try every layout of checkpoints with every verb; write docs/checkpoints.md
-	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/checkpoints --out docs/checkpoints.md $(ARGS)
+checkpoints: .venv-zoo/ready  ## Try every layout of checkpoints with every verb; write tests/checkpoints/layouts.md
+	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/checkpoints --out tests/checkpoints/layouts.md $(ARGS)
 
 faults: .venv/ready-dev  ## Try every fault with real commands, SIGNALS=1 signals to each verb, and print what came of it: half an hour
 	WEIGHIN_SIGNALS=$(or $(SIGNALS),1) $(BIN)/python -W ignore tests/faults $(ARGS)
@@ -105,7 +105,7 @@ mutation: .venv/ready-dev  ## Change the code in SAMPLE=100 small ways, drawn by
 	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/mutation $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(SEED) $(ARGS)
 
 zoo: .venv-zoo/ready  ## Test the loader and the strategies over torch's and torchvision's models
-	OMP_NUM_THREADS=1 .venv-zoo/bin/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -W ignore tests/zoo --out tests/zoo/zoo.md $(ARGS)
 
 test-versions:  ## Test with other versions of torch and Python: make test-versions PAIRS="2.6.0:3.11"
 	PAIRS="$(PAIRS)" $(PYTHON) tests/versions $(ARGS)

@@ -24,6 +24,8 @@ PAGES: Final = {
     "docker/README.md": "docker.md",
     "harness/README.md": "code.md",
     "tests/README.md": "tests.md",
+    "tests/checkpoints/layouts.md": "layouts.md",
+    "tests/zoo/zoo.md": "zoo.md",
     "CHANGELOG.md": "changelog.md",
 }
 """Where a page of the repository is on the site, for those outside of docs/."""

@@ -1,9 +1,9 @@
 """Try every layout with every verb, and write the page "What weighin reads": ``make checkpoints``.
 
 Examples:
-  python tests/checkpoints --out docs/checkpoints.md
+  python tests/checkpoints --out tests/checkpoints/layouts.md
   python tests/checkpoints --only "ten dtypes" --verbs inspect,convert
-  python tests/checkpoints --out docs/checkpoints.md --tried tried.jsonl   # stopped: run it again
+  python tests/checkpoints --out tests/checkpoints/layouts.md --tried tried.jsonl   # stopped: run it again
 """
 
 import argparse
