@@ -8,27 +8,31 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import struct
 import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from harms import complaint, legacy
+from harms import DATA, HARMS, STATE, Given, Harm, complaint, legacy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from state_files import write_state
 
+from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
 from weighin.stream import formats, gguf_files
+from weighin.stream.model import load_streaming
 from weighin.stream.slices import Slice
 from weighin.units import MIB
 
 WEIGHT = torch.ones(3, 2)
-STATE = {
+SOUND = {
     "a.weight": WEIGHT,
     "b.0.half": torch.ones(5, dtype=torch.bfloat16),
     "b.0.none": torch.ones(0, 4, dtype=torch.bool),
@@ -43,13 +47,14 @@ TEXTS = (
 )  # fmt: skip
 
 LAYOUTS = (*formats.NAMES, "pt_legacy")
+assert {*LAYOUTS} == {*DATA}, "the table HARMS has every layout"
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("layouts")
     for name in LAYOUTS:
-        write_state(folder / name, name, STATE)
+        write_state(folder / name, name, SOUND)
     return {name: folder / name for name in LAYOUTS}
 
 
@@ -113,7 +118,7 @@ def test_a_damaged_file_is_read_right_or_refused(
 
 def test_what_is_read_is_right_after_all_that(checkpoints: dict[str, Path]) -> None:
     for path in checkpoints.values():
-        assert [place.name for place in formats.read(path)] == [*STATE]
+        assert [place.name for place in formats.read(path)] == [*SOUND]
 
 
 BOMBS = {
@@ -228,7 +233,7 @@ def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints: dict[str, Path
     sound = path.read_bytes()
     at = sound.index(b"fqn\x94") + 4
     path.write_bytes(sound[:at] + b"}0" + sound[at:])  # an empty dict, taken away again
-    assert len(formats.read(checkpoints["dcp"])) == len(STATE)
+    assert len(formats.read(checkpoints["dcp"])) == len(SOUND)
     end = sound.index(b"\x8c\x06offset", at)
     path.write_bytes(sound[:at] + b"}" + sound[end:])
     with pytest.raises(CheckpointError):
@@ -260,3 +265,61 @@ def test_a_gguf_file_of_too_much_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
         gguf_files.read(tmp_path / "m.gguf")
+
+
+# Each kind of harm of harms.py, in each layout where it can occur, through each door of the library
+
+
+def give(layout: str, folder: Path) -> Given:
+    suffix = ".pth" if layout == "pt_legacy" else formats.suffix_of(layout)
+    path, outside = folder / "given" / f"m{suffix}", folder / "outside" / "x"
+    path.parent.mkdir()
+    outside.parent.mkdir()
+    write_state(path, layout, STATE)
+    one = Given(layout, path, outside, folder / "EXECUTED")
+    shutil.copy(one.data, outside)
+    return one
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.parametrize(
+    ("layout", "harm", "where", "words"),
+    [
+        pytest.param(layout, harm, where, words, id=f"{name}-{layout}")
+        for name, layouts, harm, where, words in HARMS
+        for layout in layouts
+    ],
+)
+def test_harm_is_named_and_does_none(
+    layout: str, harm: Harm, where: str, words: str, opened: list[str], tmp_path: Path
+) -> None:
+    """Nothing is executed, nothing outside of the checkpoint is opened, and nothing is written."""
+    given = give(layout, tmp_path)
+    assert [one.name for one in formats.read(given.path)] == [*STATE]
+    assert str(given.data) in opened
+    harm(given)
+    words = words.replace("{data}", given.data.name).replace("{outside}", str(given.outside))
+    before = sorted(tmp_path.rglob("*"))
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3)})
+    weight = model.get_parameter("a.weight").detach().clone()
+    conversion = Conversion(given.path, tmp_path / "new", "per_param", verify=True)
+    doors: list[Callable[[], object]] = [
+        lambda: formats.read(given.path),
+        lambda: load_streaming(model, given.path),
+        conversion.write,
+    ]
+    del opened[:]
+    for door in doors:
+        error = complaint(door)
+        message = error.message
+        assert message.startswith(str(getattr(given, where)))
+        assert words in message
+        assert len(message) < 1000
+        assert error.repair
+        is_proven = "truncated" in message or "empty file" in message
+        assert is_proven or "download" not in error.repair
+    assert torch.equal(model.get_parameter("a.weight"), weight)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not given.proof.exists()
+    inside = [Path(os.path.normpath(one)) for one in opened if str(tmp_path) in one]
+    assert all(tmp_path / "given" in one.parents for one in inside)

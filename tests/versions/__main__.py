@@ -21,8 +21,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / ".venv-versions"
 PAIRS: Final = "oldest:3.11 newest:3.13"
 TESTED: Final = (
-    "torch_files", "blocks", "skeleton", "cache", "checksum", "contract", "convert",
-    "deferred", "dtypes", "hostile_files", "hostile_matrix", "inspect",
+    "torch_files", "blocks", "skeleton", "cache", "contract", "convert",
+    "hostile_files", "inspect",
     "formats", "generate", "measure", "models", "predict", "predict_allocators",
     "predict_figures", "registry", "safetensors_layout", "saving", "snippet",
     "strategy_options", "load_streaming", "streaming_reads", "keys", "synthesised", "loaders",
