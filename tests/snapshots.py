@@ -38,4 +38,5 @@ def kept(folder: Path, rewrite: bool = False) -> Compare:
 def answered(file: Path, answer: Callable[[str], str]) -> str:
     """Return the text of a file of lines ``$ QUESTION``, each with its present answer below."""
     questions = [line for line in file.read_text().splitlines() if line.startswith("$ ")]
+    assert questions, f"no line of {file.name} begins with '$ '"
     return "\n".join(f"{line}\n{answer(line[2:])}\n" for line in questions)
