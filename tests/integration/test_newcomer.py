@@ -26,7 +26,6 @@ COMMANDS = {
     "missing-path": "weighin recommend ./gone.pt --ram 8g",
     "empty-folder": "weighin bench ./empty --ram 8g",
     "adapter-folder": "weighin predict ./adapter",
-    "ram-8": "weighin bench gpt2-tiny --ram 8",
     "typo": "weighin bench gpt2-smal --ram 8g",
 }
 BY_DAY = ("own-pt", "own-safetensors", "adapter-folder", "missing-path", "typo")

@@ -64,21 +64,13 @@ def test_a_model_is_called_with_what_its_module_gives_in_the_cells_dtype(
     assert (words in " ".join(ended.out.split())) != is_called
 
 
+SHAPE = "RuntimeError: shape '[3]' is invalid for input of size 4"
+ABORTED = "the measured process was ended by SIGABRT in phase 'forward'"
+INFINITE = "the forward pass returns values that are not finite"
 BROKEN = [
-    (
-        "self.line(x).reshape(3)",
-        "RuntimeError: shape '[3]' is invalid for input of size 4",
-    ),
-    pytest.param(
-        "self.line(x) / 0",
-        "the forward pass returns values that are not finite",
-        marks=pytest.mark.nightly,
-    ),
-    pytest.param(
-        "__import__('os').abort()",
-        "the measured process was ended by SIGABRT in phase 'forward'",
-        marks=pytest.mark.nightly,
-    ),
+    ("self.line(x).reshape(3)", SHAPE),
+    pytest.param("self.line(x) / 0", INFINITE, marks=pytest.mark.nightly),
+    pytest.param("__import__('os').abort()", ABORTED, marks=pytest.mark.nightly),
 ]
 
 
