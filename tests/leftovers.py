@@ -116,10 +116,6 @@ class Piped:
         with suppress(BrokenPipeError):
             os.write(self._to, data)
 
-    def end_input(self) -> None:
-        os.close(self._to)
-        self._to = -1
-
     def started(self) -> None:
         """Close the process's own ends, which it has now."""
         for end in {*self.streams}:
