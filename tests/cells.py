@@ -153,7 +153,6 @@ class Group:
 
 @contextmanager
 def new_group() -> Iterator[Group]:
-    """Make a memory cgroup, and remove it in the end."""
     with temporary_group() as path:
         yield Group(path)
 
@@ -420,7 +419,6 @@ class Bench:
         return result
 
     def samples(self, result: Result) -> list[dict[str, int | None]]:
-        """Return the samples of a result, as they were written."""
         assert result.samples_path
         with (self.run / result.samples_path).open() as file:
             return [

@@ -144,7 +144,6 @@ def weighing(out: Path, options: str = "") -> tuple[str, ...]:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment for ``weighing``."""
     return os.environ | {"PYTHONPATH": str(ROOT / "harness")}
 
 
@@ -165,7 +164,6 @@ def weighed(code: str, out: Path, options: str = "") -> Iterator[Command]:
 
 
 def record(out: Path) -> dict[str, Any]:
-    """Return the one record of a run."""
     return CommandLine(out.parent, out.parent).record(out.name)
 
 

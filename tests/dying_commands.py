@@ -97,7 +97,6 @@ class Dying:
                 file.read_bytes()
 
     def all_causes(self) -> set[str]:
-        """Return every cause that is right at some line."""
         return {self.cause, *self.also, *(name for line in self.marked() for name in line.causes)}
 
     def marked(self) -> list[Line]:

@@ -105,7 +105,6 @@ def within(figure: int, known_bytes: int, more_bytes: int = MIB) -> bool:
 
 
 def build(folder: Path) -> Path:
-    """Compile all programs into ``folder``, and return it."""
     for source in sorted(PROGRAMS.glob("*.c")):
         command = ("gcc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-static")
         subprocess.run((*command, "-o", str(folder / source.stem), str(source)), check=True)

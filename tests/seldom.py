@@ -51,7 +51,6 @@ def part_of(path: Path, function: str = "") -> str:
 
 
 def unchanged(root: Path = ROOT) -> list[str]:
-    """Return the parts that have not changed."""
     changed = _changed(root)
     return [] if changed is None else [part for part in PARTS if not _is_in(part, changed)]
 
@@ -107,7 +106,6 @@ def imported(file: Path) -> frozenset[str]:
 
 
 def helpers(file: Path, without: Container[str] = ()) -> set[Path]:
-    """Return the modules of the tests that a file imports."""
     folders = {file.parent, TESTS, *(TESTS / name for name in ("unit", "contract", "integration"))}
     stems = {name.partition(".")[0] for name in imported(file)}
     found = {folder / f"{stem}.py" for folder in folders for stem in stems if stem not in without}

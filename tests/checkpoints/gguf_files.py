@@ -78,7 +78,6 @@ def random_blocks(shape: tuple[int, ...], kind: str) -> Any:
 
 
 def names_of(model: Any, architecture: str) -> dict[str, str]:
-    """Return llama.cpp's name of each of a model's tensors."""
     import gguf
 
     (kind,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

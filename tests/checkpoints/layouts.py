@@ -70,7 +70,6 @@ def refused(words: str, verbs: Iterable[str] = VERBS) -> dict[str, str]:
 
 
 def all_but(*verbs: str) -> tuple[str, ...]:
-    """Return the other verbs."""
     return tuple(verb for verb in VERBS if verb not in verbs)
 
 

@@ -17,7 +17,6 @@ WEIGHTS: Final = "diffusion_pytorch_model.safetensors"
 
 
 def unet(**settings: Any) -> Any:
-    """Return a small UNet of Stable Diffusion."""
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
@@ -28,7 +27,6 @@ def unet(**settings: Any) -> Any:
 
 
 def vae() -> Any:
-    """Return a small autoencoder of images."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -70,7 +68,6 @@ def cogvideo() -> Any:
 
 
 def text_encoder() -> Any:
-    """Return a small text encoder of transformers."""
     package = transformers()
     config = package.CLIPTextConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -80,7 +77,6 @@ def text_encoder() -> Any:
 
 
 def pipeline(folder: Path) -> Path:
-    """Write a whole pipeline into ``folder``."""
     unet().save_pretrained(folder / "unet")
     vae().half().save_pretrained(folder / "vae")
     text_encoder().save_pretrained(folder / "text_encoder")

@@ -97,7 +97,6 @@ def save_adapter(folder: Path, peft: Any, model: Any, config: Any) -> tuple[Path
 
 
 def change(adapter: Path, how: Callable[[dict[str, Any]], object]) -> None:
-    """Change the saved configuration of an adapter."""
     file = adapter / "adapter_config.json"
     config = json.loads(file.read_text())
     how(config)
@@ -105,7 +104,6 @@ def change(adapter: Path, how: Callable[[dict[str, Any]], object]) -> None:
 
 
 def draw_adapter(folder: Path, peft: Any, kind: str, draw: random.Random) -> tuple[Path, Path]:
-    """Write a model and a drawn adapter; return their folders."""
     while True:
         try:
             config = peft.LoraConfig(**settings_for(kind, draw))

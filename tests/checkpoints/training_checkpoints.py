@@ -19,8 +19,6 @@ GROUP: Final = "Checkpoints of training runs"
 
 
 class Precision(enum.Enum):
-    """A class that only its own framework has."""
-
     MIXED = 16
 
 

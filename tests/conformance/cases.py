@@ -67,7 +67,6 @@ REFUSED: Counter[str] = Counter()
 
 
 def cases() -> st.SearchStrategy[Case]:
-    """Return a hypothesis strategy for a case."""
     return st.builds(
         Case,
         recipe=recipes(),

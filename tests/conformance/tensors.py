@@ -49,7 +49,6 @@ class Tensors(nn.Module):
 
 
 def made(recipe: TensorRecipe, flats: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the tensor of a recipe."""
     shape, size = recipe.shape, torch.Size(recipe.shape).numel()
     if recipe.layout == "flat":
         if recipe.dtype not in flats:
@@ -101,7 +100,6 @@ def fill(tensor: torch.Tensor, generator: torch.Generator, *, specials: bool) ->
 
 
 def tensor_recipes() -> st.SearchStrategy[TensorRecipe]:
-    """Return a hypothesis strategy for the recipe of one tensor."""
     return st.builds(
         TensorRecipe,
         role=st.sampled_from(("parameter", "buffer", "parameter", "buffer", "temporary", "plain")),

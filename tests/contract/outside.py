@@ -275,7 +275,6 @@ def _identities(cells: Iterable[Cell]) -> list[Identity]:
 
 
 def recorded(run: Path) -> list[Identity]:
-    """Return the cells that a run's records have."""
     return _identities(result.cell for result in run_folder.read(run).results)
 
 

@@ -78,5 +78,4 @@ def test_the_columns_of_the_data_frame(tmp_path: Path, same: Compare) -> None:
 
 
 def as_csv(row: dict[str, Any]) -> dict[str, str]:
-    """Return a row of the JSON as the summary writes it."""
     return {key: "" if value is None else str(value) for key, value in row.items()}

@@ -48,7 +48,6 @@ def main() -> int:
 
 
 def row(one: Tried) -> str:
-    """Return what was expected, what came, and why it is wrong."""
     fault = one.fault
     expected = [
         f"exit {fault.code}",

@@ -207,7 +207,6 @@ def _last_error(text: str) -> str:
 
 
 def _digests(cache: Path) -> dict[str, str]:
-    """Return a digest of each file of the cache's checkpoints."""
     return {
         str(path.relative_to(cache)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in cache.rglob("*")

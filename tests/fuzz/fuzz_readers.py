@@ -123,7 +123,6 @@ def split(path: Path) -> None:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -36,7 +36,6 @@ VISIBLE = [known for known in KNOWN if known.peak_ms >= VISIBLE_MS]
 def record(
     command: tuple[str, ...], isolation: str, folder: Path, more: str = ""
 ) -> dict[str, Any]:
-    """Run a command with weighin, and return its record."""
     around = Path(command[0]).parents[1]  # a container sees the working folder alone
     found = measured(folder / "run", command, f"--isolation {isolation} {more}", cwd=around)
     record = found.record

@@ -107,7 +107,6 @@ class Rate:
 
 
 def rates(trials: Mapping[Mutant, Trial]) -> dict[str, Rate]:
-    """Return the rate of each package."""
     result: dict[str, Rate] = {}
     for mutant, trial in trials.items():
         name = package(mutant.module)
@@ -116,7 +115,6 @@ def rates(trials: Mapping[Mutant, Trial]) -> dict[str, Rate]:
 
 
 def kept_rates(kept: Mapping[str, Any]) -> dict[str, Rate]:
-    """Return the rate of each package of a kept measurement."""
     return {name: Rate(one["drawn"], one["killed"]) for name, one in kept["packages"].items()}
 
 

@@ -30,13 +30,11 @@ class Mutant:
     kind: str
 
     def of(self, source: str) -> str:
-        """Return the module's source with this change."""
         lines = source.splitlines(keepends=True)
         lines[self.first - 1 : self.last] = [self.text]
         return "".join(lines)
 
     def shown(self, source: str) -> str:
-        """Return the change as in a diff."""
         before = source.splitlines()[self.first - 1 : self.last]
         changes = [
             *(f"-{line}" for line in before),

@@ -78,7 +78,6 @@ class Ended:
         return (int(version[0]), int(version[1])) >= (6, 12)
 
     def out(self, step: str) -> str:
-        """Return what a step wrote to its standard output."""
         return (self.folder / f"{step}.out").read_text()
 
 
@@ -140,7 +139,6 @@ def _disk(packages: Sequence[str]) -> Path:
 
 
 def _digest(packages: Sequence[str]) -> str:
-    """Return a name for all that goes into the disk."""
     parts = [KERNEL_SUITE, *packages]
     parts += [(HERE / name).read_text() for name in ("make-disk", "weighin.service")]
     parts += sorted(f"{one.name}=={one.version}" for one in metadata.distributions())

@@ -65,7 +65,6 @@ class Pair(nn.Module):
 
 
 def pair_of(name: str, number: int) -> nn.Module:
-    """Return a ``Pair`` of the module of ``from_module_db``."""
     return Pair(from_module_db(name, number))
 
 

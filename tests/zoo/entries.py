@@ -71,7 +71,6 @@ def _converted(given: Any, dtype: torch.dtype) -> Any:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Return the size of a model's parameters and buffers in bytes."""
     return sum(
         t.nbytes for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t)
     )

@@ -13,12 +13,10 @@ FAULTS = ("wrong byte", "lost buffer", "broken tie")
 
 
 def bad(tried: Sequence[Tried]) -> bool:
-    """Tell whether anything is different, crashed or misjudged."""
     return any(one.kind in BAD for each in tried for one in (*each.loads, *each.judged))
 
 
 def worst(outcomes: Iterable[Outcome]) -> str:
-    """Return the worst of a model's outcomes."""
     kinds = {one.kind for one in outcomes}
     for kind in ("CRASHED", "DIFFERENT", "MISJUDGED", "refused", "not applicable"):
         if kind in kinds:
@@ -27,7 +25,6 @@ def worst(outcomes: Iterable[Outcome]) -> str:
 
 
 def page(tried: Sequence[Tried], versions: str) -> str:
-    """Return the whole page as Markdown."""
     parts = [
         "# The zoo: models of torch's tests and of torchvision\n",
         f"`make zoo` wrote this page with {versions}. weighin's `load_streaming` loads each model's checkpoint, and a\n"
