@@ -1,4 +1,9 @@
-"""Detect the format of a checkpoint, and read it; of the folder of a training run, the newest step."""
+"""Detect the format of a checkpoint, and read it; of the folder of a training run, the newest step.
+
+A new format of one file is a module with ``read(path) -> Checkpoint``, an entry in ``_OF_A_FILE``, its first
+bytes in ``_located``, and its name in ``READ_ONLY``, or else in ``SUFFIXES`` and in ``_WRITE`` of ``write``. If
+``foreign.toml`` names it as another program's, that row goes.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -97,7 +97,7 @@ def load_pretrained(
             ``trust_remote_code`` is false; or the kind of ``folder`` does not allow an argument.
     """
     path = pretrained_folder.path_of(folder, revision)
-    if not path.exists():
+    if not path.exists():  # says what the Hub's cache has instead
         path = pretrained_folder.cached_snapshot(str(folder), revision) or path
     if (path / PIPELINE).is_file():
         raise foreign.no_model(path)
@@ -106,10 +106,10 @@ def load_pretrained(
         "strip_prefix": strip_prefix, "adapter": adapter, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
 
-    def check_used(kind: str) -> None:
-        if ignored := [name for name, one in given.items() if one and name not in _USED[kind]]:
+    def check_used(what: str) -> None:
+        if ignored := [name for name, one in given.items() if one and name not in _USED[what]]:
             raise ConfigError(
-                f"{path}: {kind}, for which load_pretrained has no {' and no '.join(ignored)}",
+                f"{path}: {what}, for which load_pretrained has no {' and no '.join(ignored)}",
                 "leave it out, or give the folder of a model of transformers, such as one of its parts",
             )
 

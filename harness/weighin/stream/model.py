@@ -93,7 +93,8 @@ def load_streaming(
     The result equals that of ``model.load_state_dict(torch.load(checkpoint))`` followed by
     ``model.to(device, dtype)``. If ``model`` is a function that builds the model, only the weights
     that the constructor itself reads are initialised. If ``model`` is a module, the load fills each
-    tensor in place that already has the wanted device and dtype.
+    tensor in place that already has the wanted device and dtype. Weights that the model ties are read
+    once, and stay tied; as for ``load_state_dict``, the checkpoint must have each of their names.
 
     The checkpoint has the model's own names. A Hugging Face folder, whose library renames and converts
     tensors, is loaded by ``load_pretrained``.

@@ -144,8 +144,10 @@ def type_name(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-class Pickled(pickle._Unpickler):  # which is in Python: the one in C calls what it likes
-    """The next pickle of a file: its ``value`` as records, and its ``storages`` by key."""
+class Pickled(pickle._Unpickler):
+    """The next pickle of a file: its ``value`` as records, and its ``storages`` by key; ``_run`` replaces the
+    loop of Python's unpickler, which would call anything.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, encoding="latin-1")
@@ -242,6 +244,7 @@ def _instructions(codes: bytes) -> dict[bytes, Any]:
 
 
 _MAKING: Final[dict[bytes, Any]] = {  # the instructions that make an object
+    # ] EMPTY_LIST, t and \x85 to \x87 tuples, c and \x93 a name (GLOBAL), Q BINPERSID, the others texts and numbers
     **_instructions(b"]tc\x85\x86\x87\x93\x8cUC\x8aXTB\x8b\x8d\x8eQ"),
     b"}": lambda pickled: pickled.append(Dict()),
     b"R": Pickled._call,

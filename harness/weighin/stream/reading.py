@@ -4,7 +4,8 @@
 functions that read files (private ones: see ``_install``) hand out ``Lazy`` tensors. One that is only
 renamed gets its memory at once, and its values, with all others, when transformers has placed the last
 one. One that transformers' operations convert is read when they ask for it; ``conversions`` fills some
-results piece by piece. Other threads, and files that weighin cannot read, get the original functions.
+results piece by piece. Other threads, and files that weighin cannot read, get the original functions,
+and so the library's own protection against pickles that run code.
 """
 
 import warnings
@@ -71,6 +72,7 @@ class Lazy:
         load, where = self.load, self.where
         if not load.defers:
             return self.read()
+        # Where they are converted, names of one storage stay apart, as from_pretrained leaves them.
         source = where.place if self.dtype == where.dtype else where
         key = source, self.dtype, self.device
         if key not in load.shared:
