@@ -230,26 +230,15 @@ def drawn_part(tried: Sequence[Drawn], seed: int, known: int) -> str:
     unequal = [one for one in compared if one.unequal]
     told = sum(one.outputs == "equal" for one in compared)
     storage = [f"* {one.name}: {_cell(one.storage[0])}" for one in compared if one.storage]
-    reasons = Counter(_shared(_cell(one.reason)) for one in tried if one.reason).most_common(2)
     table = Table.of(_DRAWN, [one.row() for one in unequal], names=2).markdown()
     return "\n".join([
         f"Of {known} further types, {len(tried)} were drawn (--seed {seed}), and {len(compared)} compared in"
         f" {sum(one.loads for one in compared):,} pairs of loads: {len(compared) - len(unequal)} are equal,"
-        f" {len(unequal)} are not; the outputs of {told} are equal. {len(tried) - len(compared)} could not be compared"
-        f" ({', '.join(f'{number}: {why}' for why, number in reasons)}, ...). Measured on {date.today()} with {_versions()}.",
+        f" {len(unequal)} are not; the outputs of {told} are equal. {len(tried) - len(compared)} could not be compared."
+        f" Measured on {date.today()}.",
         *(["", table] if unequal else []),
         *(["", *storage] if storage else []),
     ])  # fmt: skip
-
-
-def _shared(reason: str) -> str:
-    """Return a reason without the class, size and exception of its type."""
-    if re.fullmatch(r"\w+ has [\d,]+ parameters", reason):
-        return f"the small model has more than {_MOST_PARAMETERS:,} parameters"
-    if package := re.search(r"requires the (\w+) library", reason):
-        return f"needs the package {package[1]}"
-    reason = re.sub(r"^(no default configuration|from_pretrained fails): .*", r"\1", reason)
-    return re.sub(r"^\w+: \w+: .*", "the model class fails with the small configuration", reason)
 
 
 def _cell(text: str) -> str:

@@ -30,6 +30,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median_low
 from typing import Any, Final
 
 import psutil
@@ -37,7 +38,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import known_commands
 from page_blocks import filled
-from rounds import interleaved, spread
+from rounds import interleaved
 
 from weighin.errors import HarnessError, IsolationUnavailable
 from weighin.isolation import select
@@ -46,15 +47,13 @@ from weighin.plan.task import Progress
 from weighin.result import Outcome, Result
 from weighin.run import runner
 from weighin.settings.definition import check_suite
-from weighin.units import KIB, MIB, format_bytes
+from weighin.units import KIB, MIB
 
 BLOCK: Final = "benchmarks/self_bench.py"
 MODEL: Final = "gpt2-small"
 PROGRAMS: Final = ("spend", "forks", "shares", "maps", "child")
 NOTEBOOK_S: Final = 0.1
-_CELL_HEADS: Final = (
-    "isolation", "before s", "checks s", "after s", "added s", "the load itself s", "processor s",
-)  # fmt: skip
+_CELL_HEADS: Final = ("isolation", "added s", "the load itself s", "processor s")
 _WAIT_CODE: Final = """
 import os, sys
 pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
@@ -102,7 +101,6 @@ def main() -> None:
     parser.add_argument("--optimum", default="", help="the folder that has optimum-benchmark")
     parser.add_argument("--out", type=Path, help="the page; without it, the blocks are printed")
     asked = parser.parse_args()
-    load_average = os.getloadavg()[0]
     about, no_optimum = _about_optimum(asked.optimum)
     with tempfile.TemporaryDirectory(prefix="weighin-self-", dir="/var/tmp") as name:  # not a tmpfs
         folder = Path(name)
@@ -113,12 +111,8 @@ def main() -> None:
             amounts = _amounts(programs, folder, asked.repeats, asked.optimum, no_optimum)
         except HarnessError as error:
             sys.exit(f"error: {error}")
-    often = f"Figures are medians of {asked.repeats} interleaved repeats; if the repeats differ, their range follows in parentheses"  # fmt: skip
-    if asked.repeats == 1:
-        often = "Each load and each program ran once"
     blocks = {
-        f"{BLOCK} machine": f"{_machine(environment, about)}\n\n{often}. In the minute before the\nmeasurements,"
-        f" the machine's load average was {load_average:.2f}.",
+        f"{BLOCK} machine": _machine(environment, about, asked.repeats),
         f"{BLOCK} cells": cells,
         f"{BLOCK} amounts": amounts,
     }  # fmt: skip
@@ -128,18 +122,13 @@ def main() -> None:
         print(*blocks.values(), sep="\n\n")
 
 
-def _machine(about: Mapping[str, Any], optimum: str) -> str:
-    from weighin.show import words
-
+def _machine(about: Mapping[str, Any], optimum: str, repeats: int) -> str:
     parts = [
-        *words.machine([about]),
-        f"{about['cpus']} processors",
-        f"{format_bytes(about['ram_bytes'], digits=1)} of RAM",
-        f"Python {about['python']}",
+        f"Medians of {repeats} interleaved repeats",
+        about["cpu"],
         f"psutil {version('psutil')}",
         *([optimum] if optimum else []),
-        f"weighin {about['weighin']}",
-        f"measured {words.when_and_what([(about, datetime.now(UTC).isoformat())])}",
+        f"{datetime.now(UTC):%Y-%m-%d}",
     ]
     return " · ".join(parts)
 
@@ -168,18 +157,16 @@ def _cells(folder: Path, repeats: int) -> tuple[str, Mapping[str, Any]]:
             ways[name] = partial(_cell, folder, name, is_probed=True)
         except IsolationUnavailable as error:
             refused[name] = error.message
-    taken = interleaved({"python": _empty_python_ns, **ways}, repeats)
-    python_ns = taken.pop("python")
+    taken = interleaved(ways, repeats)
     rows = []
     for name, found in taken.items():
         parts = zip(*(cost for cost, _ in found), strict=True)
-        rows.append([name, *(spread(part, 1e9) for part in parts)])
+        rows.append([name, *(f"{median_low(part) / 1e9:.2f}" for part in parts)])
     result = next(result for found in taken.values() for _, result in found)
-    empty = f"An empty Python program takes {spread(python_ns, 1e9, 3)} s."
-    return f"{table(_CELL_HEADS, rows, 1, refused)}\n\n{empty}", result.environment
+    return table(_CELL_HEADS, rows, 1, refused), result.environment
 
 
-def _cell(folder: Path, isolation: str, *, is_probed: bool) -> tuple[tuple[int, ...], Result]:
+def _cell(folder: Path, isolation: str, *, is_probed: bool) -> tuple[tuple[int, int, int], Result]:
     """Run one cell as ``weighin bench`` does; unless probed, a worker is tested before it."""
     options = {"models": [MODEL], "strategies": ["baseline"], "isolation": isolation}
     run, _ = start(check_suite(options), folder / f"{isolation}-{time.monotonic_ns()}")
@@ -195,20 +182,12 @@ def _cell(folder: Path, isolation: str, *, is_probed: bool) -> tuple[tuple[int, 
     return cost_of(result, begun[0], ended_ns, cpu_ns), result
 
 
-def cost_of(result: Result, begun_ns: int, ended_ns: int, cpu_ns: int) -> tuple[int, ...]:
-    """Return the times of a cell in the order of the table's columns, in ns; docs/results.md says what each is."""
-    cost, first, last = result.cost, result.phases[0], result.phases[-1]
+def cost_of(result: Result, begun_ns: int, ended_ns: int, cpu_ns: int) -> tuple[int, int, int]:
+    """Return what weighin added to a cell, the load's own time, and weighin's processor time, in ns."""
+    cost = result.cost
     assert cost
     load_ns = sum(part or 0 for part in (cost.import_ns, cost.load_ns, cost.first_use_ns))
-    before_ns, after_ns = first.start_ns - begun_ns, ended_ns - last.end_ns
-    checks_ns = last.end_ns - first.start_ns - load_ns
-    return before_ns, checks_ns, after_ns, before_ns + checks_ns + after_ns, load_ns, cpu_ns
-
-
-def _empty_python_ns() -> int:
-    start_ns = time.monotonic_ns()
-    subprocess.run([sys.executable, "-I", "-c", "pass"], check=True)
-    return time.monotonic_ns() - start_ns
+    return ended_ns - begun_ns - load_ns, load_ns, cpu_ns
 
 
 def _amounts(programs: Path, folder: Path, repeats: int, optimum: str, no_optimum: str) -> str:
@@ -330,7 +309,11 @@ def amounts(
 ) -> str:
     """Return the table of what each program needs and each tool says, and of each tool's errors."""
     rows = [
-        [program, f"{size / MIB:.0f}", *(spread(found[program, name], MIB, 1) for name in names)]
+        [
+            program,
+            f"{size / MIB:.0f}",
+            *(f"{median_low(found[program, name]) / MIB:.1f}" for name in names),
+        ]
         for program, size in needed.items()
     ]
     errors = ["errors", ""]

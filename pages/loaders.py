@@ -1,23 +1,29 @@
 """Write the table that helps to choose a loader: ``python -m pages.loaders docs/results.md RUN...``.
 
-The rows are sorted by the times of the first run; the memory is that of the first model.
+The rows are sorted by the times of the first run; the memory is that of the first model. Strategies that
+nobody would choose for their figures (``_LEFT_OUT``) have no rows.
 """
 
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from page_blocks import filled
 
+from pages.run_tables import caption
 from weighin.records import run_folder
 from weighin.records.metrics import METRICS, grouped, middle
 from weighin.records.series import Measured, option_words
 from weighin.result import Outcome, Result
-from weighin.show import words
 from weighin.show.table import Table
 from weighin.show.words import scaled
-from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
+
+_LEFT_OUT: Final = frozenset({
+    "sequential", "meta_copy", "per_param", "per_param_mmap", "per_module", "sharded", "eager", "dcp",
+    "safetensors_pread",
+})  # fmt: skip
 
 
 def table(runs: Sequence[Sequence[Result]]) -> str:
@@ -38,12 +44,9 @@ def table(runs: Sequence[Sequence[Result]]) -> str:
             return {name: value for name, value in found.items() if value is not None}
 
         if not columns:
-            for what, read in (
-                ("peak RSS", METRICS["peak_rss"].of),
-                ("private left", _private_bytes),
-            ):
-                heads.append(f"{title}, {what} MiB")
-                columns.append({name: scaled(size, MIB, 0) for name, size in medians(read).items()})
+            heads.append(f"{title}, private left MiB")
+            left = medians(_private_bytes).items()
+            columns.append({name: scaled(size, MIB, 0) for name, size in left})
         ready = medians(METRICS["ready"].of)
         heads.append(f"{title}, {cache}")
         columns.append({name: format_seconds(ns) for name, ns in ready.items()})
@@ -53,10 +56,11 @@ def table(runs: Sequence[Sequence[Result]]) -> str:
     rows = [
         [name, *(each.get(name, "-") for each in columns)]
         for name in sorted(order, key=lambda name: order[name])
+        if name.partition(" ")[0] not in _LEFT_OUT
     ]
-    about = words.shared(Measured([one for run in measured for one in run]))
+    about = caption(Measured([one for run in measured for one in run]))
     found = Table.of(["strategy", *heads], rows).markdown()
-    return f"{found}\n\n{escaped(about)}"
+    return f"{found}\n\n{about}"
 
 
 def _private_bytes(result: Result) -> int | None:

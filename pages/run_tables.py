@@ -1,5 +1,6 @@
 """Write the tables that only the project's pages show, each from the records of one or more runs."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,14 +20,24 @@ from weighin.units import MIB, format_seconds
 
 _MISSING: Final = "-"
 CONVERTING: Final = (
-    "load", "strategy", "result MiB", "anonymous (sampled), x result", "peak RSS, x result",
-    "load time",
+    "load", "strategy", "anonymous (sampled), x result", "peak RSS, x result", "load time",
 )  # fmt: skip
 PREDICTED: Final = "predicted.json"
+_USUAL: Final = re.compile(
+    r"device cpu|no RAM limit|float32|cold page cache|x86_64|AMD EPYC|Linux .*|cgroup v1|torch .*|saving"
+)
+"""What a caption leaves out: the pages say it once of all runs."""
 CHECKED: Final = (
     "run", "code", "series", "largest difference of anonymous MiB", "strategy",
     "largest difference of floors MiB", "strategy",
 )  # fmt: skip
+
+
+def caption(run: Measured) -> str:
+    """Return what all rows share, as Markdown, without what the pages say once of all runs."""
+    about = words.shared(run, without=("ram_limit_bytes",) if run.floors else ()).split(" · ")
+    text = " · ".join(one for one in about if not _USUAL.fullmatch(one))
+    return escaped(re.sub(r"measured (.*) with weighin commits?.*", r"\1", text))
 
 
 def markdown_checked(runs: Mapping[Path, Sequence[Result]]) -> str:
@@ -81,7 +92,7 @@ def markdown_converting(results: Sequence[Result]) -> str:
     """Return the peaks of loads that change the weights, as multiples of the loaded model's size."""
     measured = [one for one in results if one.outcome is not Outcome.SKIPPED]
     found = Table.of(CONVERTING, _converting(measured), names=2)
-    return f"{found.markdown()}\n\n{escaped(words.shared(Measured(measured)))}"
+    return f"{found.markdown()}\n\n{caption(Measured(measured))}"
 
 
 def _converting(measured: Sequence[Result]) -> Iterator[tuple[str, ...]]:
@@ -94,8 +105,9 @@ def _converting(measured: Sequence[Result]) -> Iterator[tuple[str, ...]]:
             yield (
                 title,
                 " ".join([cell.strategy, *options]),
-                scaled(size, MIB, 0) if good else outcome_of(one.outcome for one in repeats),
-                scaled(middle(map(_anonymous_bytes, good)), size, 3),
+                scaled(middle(map(_anonymous_bytes, good)), size, 3)
+                if good
+                else outcome_of(one.outcome for one in repeats),
                 scaled(middle(map(_resident_bytes, good)), size, 3),
                 _MISSING if load_ns is None else format_seconds(load_ns),
             )
@@ -115,11 +127,11 @@ def _resident_bytes(result: Result) -> int | None:
 def markdown_models(results: Sequence[Result]) -> str:
     """Return the median times until ready in seconds: a row per strategy, a column per model."""
     run = Measured(results)
-    return pivot(
+    table = pivot(
         "",
         run.rows,
         lambda row: row["strategy"],
         lambda row: f"{row['model']} s",
         lambda rows: scaled(rows[0]["ready_s"], 1, 2),
-        notes=[words.shared(run)],
-    ).markdown()
+    )
+    return f"{table.markdown()}\n\n{caption(run)}"

@@ -5,14 +5,15 @@ the timelines, because a timeline needs samples, which are not published.
 
 The text between the two comments of a block is generated. A block names a run, and a key
 of ``_PARTS``: ``survival`` is the table of survival; without a key, the block is the table of all
-results, and ``short`` is this table with the columns that decide. The block of a run in runs.yaml that has
-no records yet names the command that measures it. A block ``checked`` names several runs, whose predictions it
+results, and ``short`` is this table with the columns that decide. After the key, ``of NAME,NAME`` names the
+strategies that the table has, then without options of theirs. The block of a run in runs.yaml that has no
+records yet names the command that measures it. A block ``checked`` names several runs, whose predictions it
 compares with their measurements. A block can also have the keys of suite files, which come from the pydantic model that reads suite files::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
     <!-- end -->
-    <!-- results/published/gpt2-xl-survival survival -->
+    <!-- results/published/gpt2-xl-survival survival of baseline,streaming -->
     ...
     <!-- end -->
     <!-- keys of a suite -->
@@ -44,7 +45,7 @@ from weighin.show.table import Table
 from weighin.text import markdown as escaped
 
 _BLOCK: Final = re.compile(
-    r"<!-- (?P<runs>results/published/\S+(?: results/published/\S+)*)(?: (?P<part>[a-z]+))? -->\n"
+    r"<!-- (?P<runs>results/published/\S+(?: results/published/\S+)*)(?: (?P<part>[a-z]+)(?: of (?P<of>\S+))?)? -->\n"
     r".*?<!-- end -->",
     re.DOTALL,
 )
@@ -67,13 +68,9 @@ _DEFAULTS: Final = {
 
 _SECOND: Final = frozenset({
     "import", "above import", "cgroup peak", "one step below", "at 1.1x ready", "sum of peak RSS",
-    "unreclaimable (sampled)", "exit code", "shared (sampled)",
+    "unreclaimable (sampled)", "exit code", "shared (sampled)", "above the model", "written",
 })  # fmt: skip
 """The columns that decide nothing, which only a run's own report has."""
-_USUAL: Final = re.compile(
-    r"device cpu|no RAM limit|float32|cold page cache|x86_64|AMD EPYC|Linux .*|cgroup v1|torch .*|saving"
-)
-"""What a caption leaves out: the pages say it once of all runs."""
 
 
 def _decisive(table: Table) -> Table:
@@ -89,10 +86,12 @@ def _decisive(table: Table) -> Table:
     return replace(table, columns=columns, rows=rows, notes=(), reasons=())
 
 
-def _caption(run: Measured) -> str:
-    about = words.shared(run, without=("ram_limit_bytes",) if run.floors else ()).split(" · ")
-    text = " · ".join(one for one in about if not _USUAL.fullmatch(one))
-    return escaped(re.sub(r"measured (.*) with weighin (commits?)", r"\1, \2", text))
+def _most_ranks(run: Measured) -> Iterable[Table]:
+    """Return the table of ranks with the rows of the most ranks, which alone have the growth."""
+    return [
+        replace(table, rows=[row for row in table.entries if row[-1].text])
+        for table in findings.ranks(run)
+    ]
 
 
 def _tables(read: Callable[[Measured], Iterable[Table]]) -> Callable[[Sequence[Result]], str]:
@@ -101,7 +100,7 @@ def _tables(read: Callable[[Measured], Iterable[Table]]) -> Callable[[Sequence[R
     def markdown(results: Sequence[Result]) -> str:
         run = Measured(results)
         tables = [_decisive(table).markdown() for table in read(run)]
-        return "\n\n".join([*tables, _caption(run)])
+        return "\n\n".join([*tables, run_tables.caption(run)])
 
     return markdown
 
@@ -122,7 +121,7 @@ _PARTS: Final[Mapping[str | None, Callable[[Sequence[Result]], str]]] = {
     "short": _tables(report.tables),
     "survival": _tables(findings.survival),
     "floors": _tables(findings.floors),
-    "ranks": _tables(findings.ranks),
+    "ranks": _tables(_most_ranks),
     "disks": _tables(findings.slow_disks),
     "models": run_tables.markdown_models,
     "converting": run_tables.markdown_converting,
@@ -151,7 +150,14 @@ def fill(page: str, root: Path) -> str:
                 text = run_tables.markdown_checked(found)
             else:
                 (results,) = found.values()
-                text = _PARTS[part](results)
+                shown = match["of"].split(",") if match["of"] else []
+                text = _PARTS[part](
+                    [
+                        one
+                        for one in results
+                        if not shown or (one.cell.strategy in shown and not one.cell.options)
+                    ]
+                )
         return f"{match[0].partition(chr(10))[0]}\n{text}\n<!-- end -->"
 
     page = _BLOCK.sub(block, page)
