@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from weighin.models.pretrained import pretrained_class
-from weighin.stream.pretrained_folder import own_dtype
+from weighin.stream.hugging_face_folder import own_dtype
 from weighin.suite import registry
 
 TESTS: Final = Path(__file__).resolve().parents[1] / "tests"

@@ -33,7 +33,7 @@ from weighin.records.metrics import grouped
 from weighin.result import Outcome, Result
 from weighin.show.table import Table
 from weighin.slow_disk import Pace
-from weighin.stream.pretrained_folder import folder_library
+from weighin.stream.hugging_face_folder import folder_library
 from weighin.suite import registry
 from weighin.units import format_exact
 

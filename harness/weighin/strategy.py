@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     from weighin.stream.construct import without_weights
     from weighin.stream.folders import MAX_SHARD_BYTES, file_name
     from weighin.stream.formats import files
-    from weighin.stream.hugging_face import load_pretrained
-    from weighin.stream.model import load_streaming
-    from weighin.stream.pretrained_folder import from_pretrained_arguments
+    from weighin.stream.hugging_face_folder import from_pretrained_arguments
+    from weighin.stream.load_pretrained import load_pretrained
+    from weighin.stream.load_streaming import load_streaming
     from weighin.stream.tensors import assign, retie, share_missing, tied_names
     from weighin.worker.loading import Load, Save
 
@@ -32,9 +32,9 @@ _MODULES = {
     "weighin.stream.construct": ["without_weights"],
     "weighin.stream.folders": ["MAX_SHARD_BYTES", "file_name"],
     "weighin.stream.formats": ["files"],
-    "weighin.stream.hugging_face": ["load_pretrained"],
-    "weighin.stream.model": ["load_streaming"],
-    "weighin.stream.pretrained_folder": ["from_pretrained_arguments"],
+    "weighin.stream.load_pretrained": ["load_pretrained"],
+    "weighin.stream.load_streaming": ["load_streaming"],
+    "weighin.stream.hugging_face_folder": ["from_pretrained_arguments"],
     "weighin.stream.tensors": ["assign", "retie", "share_missing", "tied_names"],
 }
 HELPERS = {name: module for module, names in _MODULES.items() for name in names}

@@ -13,7 +13,7 @@ from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.inspect import inspect
 from weighin.errors import CheckpointError
 from weighin.stream import formats
-from weighin.stream.model import load_streaming
+from weighin.stream.load_streaming import load_streaming
 
 BOTH = """
 import sys

@@ -17,7 +17,7 @@ from typed import CommandLine, Ended, Started
 
 from weighin.errors import CheckpointError
 from weighin.slow_disk import Mount, Pace
-from weighin.stream.model import load_streaming
+from weighin.stream.load_streaming import load_streaming
 
 pytestmark = pytest.mark.fuse
 

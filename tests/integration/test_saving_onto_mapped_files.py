@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from weighin import load_pretrained, load_streaming
-import weighin.stream.model, weighin.stream.hugging_face
+import weighin.stream.load_streaming, weighin.stream.load_pretrained
 """
 FILES: Final = """
 def build(seed=0):

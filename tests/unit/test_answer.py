@@ -23,8 +23,8 @@ from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, gather, parts
 from weighin.recommend.candidates import Limits, Speeds
 from weighin.recommend.prior_runs import Evidence
-from weighin.stream import pretrained_folder
-from weighin.stream.pretrained_folder import PretrainedFolder, read_folder
+from weighin.stream import hugging_face_folder
+from weighin.stream.hugging_face_folder import PretrainedFolder, read_folder
 from weighin.stream.pretrained_library import Selection
 from weighin.suite import registry
 from weighin.units import GIB, MIB
@@ -269,7 +269,7 @@ def test_the_conversion_of_a_folder_is_with_the_class_the_trust_and_the_adapter_
     )
     model = spec_of(folder)
     model = replace(model, kwargs={**model.kwargs, "architecture": "BertModel", "code": "trusted"})
-    monkeypatch.setattr(pretrained_folder, "adapter_of", lambda _: tmp_path / "lora")
+    monkeypatch.setattr(hugging_face_folder, "adapter_of", lambda _: tmp_path / "lora")
     found = advised(model=model, checkpoint=folder.checkpoint)
     resaved = replace(found.candidates[0], format="per_param", asks=("saved as per_param",))
     command = next(

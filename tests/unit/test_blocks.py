@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from weighin.stream import filling, formats
 from weighin.stream.bytes import PIECE_BYTES, Readers, allocate
-from weighin.stream.model import Granularity, load_streaming
+from weighin.stream.load_streaming import Granularity, load_streaming
 from weighin.stream.pretrained_library import Selection
 from weighin.stream.slices import Checkpoint, Slice
 from weighin.units import MIB
@@ -41,7 +41,7 @@ Cut = Callable[[torch.Tensor], Blocks]
 Harm = Callable[[Any], object]
 SETUP = """
 import torch
-from weighin.stream.model import load_streaming
+from weighin.stream.load_streaming import load_streaming
 model = lambda: torch.nn.Linear(4096, 8192, bias=False)
 """
 LOAD = "load_streaming(model, sys.argv[1], dtype=getattr(torch, sys.argv[2]))"

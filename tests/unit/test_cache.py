@@ -15,7 +15,7 @@ from filelock import FileLock
 from leftovers import lives, wait_until
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import cache, staging
+from weighin.checkpoint import cache, temporary_folders
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 
 TIED = ModelSpec(
@@ -81,7 +81,7 @@ def test_an_error_of_the_maker_is_raised_here_and_leaves_nothing(root: Path) -> 
 @pytest.mark.usefixtures("in_process")
 def test_a_disk_one_byte_too_small(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     needs: list[int] = []
-    real = staging.check_space
+    real = temporary_folders.check_space
 
     def check(folder: Path, what: str, needed: int, repair: str) -> None:
         needs.append(needed)
@@ -89,7 +89,7 @@ def test_a_disk_one_byte_too_small(monkeypatch: pytest.MonkeyPatch, root: Path) 
         monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
         real(folder, what, needed, repair)
 
-    monkeypatch.setattr(staging, "check_space", check)
+    monkeypatch.setattr(temporary_folders, "check_space", check)
     with pytest.raises(ConfigError) as caught:
         cache.ensure(TIED, "pt")
     assert caught.value.message.startswith("the pt checkpoint of tied-tiny needs ")

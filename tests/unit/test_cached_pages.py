@@ -106,7 +106,7 @@ import os, sys
 from pathlib import Path
 import torch
 from weighin.probes import page_cache
-from weighin.stream.model import load_streaming
+from weighin.stream.load_streaming import load_streaming
 
 class Model(torch.nn.Module):
     def __init__(self, sizes):

@@ -14,7 +14,7 @@ from factories import make_cell, make_result, mixed_run
 from typed_here import typed
 
 from weighin import doctor, errors, install
-from weighin.checkpoint import cache, staging
+from weighin.checkpoint import cache, temporary_folders
 from weighin.cli import app as cli
 from weighin.cli.measure import broken, exit_code_of
 from weighin.errors import ConfigError, HarnessError, Interrupted, IsolationUnavailable, UnknownName
@@ -173,7 +173,7 @@ BOTH = ["gpt2-tiny-0123abcd", "tied-tiny-0123abcd"]
 def _cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     for name, size in zip(BOTH, (3000, 1000), strict=True):
-        folder = staging.folder() / "models" / name
+        folder = temporary_folders.folder() / "models" / name
         (folder / "pt").mkdir(parents=True)
         (folder / "pt" / "model.pt").write_bytes(bytes(size))
         cache.write_marker(folder, "pt")

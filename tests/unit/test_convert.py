@@ -19,10 +19,11 @@ from typed_here import typed
 
 from weighin import child_process
 from weighin.checkpoint import convert as converting
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.checkpoint.child import run_child
 from weighin.checkpoint.convert import Conversion, sentence
-from weighin.stream import formats, hugging_face
+from weighin.stream import formats
+from weighin.stream import load_pretrained as loading
 from weighin.stream import write as writing
 from weighin.units import GIB, MIB
 
@@ -209,7 +210,9 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(source: Path) -> None:
     def permit(to_write: int, _to_read: int) -> None:
-        staging.check_space(source.parent, "it", to_write << 46, "name a target on another disk")
+        temporary_folders.check_space(
+            source.parent, "it", to_write << 46, "name a target on another disk"
+        )
 
     said = refused(Conversion(source, source.with_name("new"), "pt").write, permit)
     assert re.match(r"it needs [\d,.]+ TiB, but only .* are free in ", said)
@@ -226,7 +229,7 @@ def test_values_of_a_model_that_are_no_tensors_are_named(
     (folder := tmp_path / "model").mkdir()
     (folder / "config.json").write_text("{}")
     save_file(torch.nn.Linear(2, 2).state_dict(), folder / "model.safetensors")
-    monkeypatch.setattr(hugging_face, "load_pretrained", lambda *_, **__: Counting(2, 2))
+    monkeypatch.setattr(loading, "load_pretrained", lambda *_, **__: Counting(2, 2))
     done = Conversion(folder, target := tmp_path / "new.pt", model_keys=True).write()
     assert (done["left_out"], [*torch.load(target)]) == (["_extra_state"], ["weight", "bias"])
 

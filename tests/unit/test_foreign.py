@@ -14,7 +14,7 @@ from weighin.records import run_folder
 from weighin.result import OURS, Outcome
 from weighin.settings.yaml_file import read_mapping
 from weighin.stream.foreign import no_model, read_object
-from weighin.stream.pretrained_folder import read_folder
+from weighin.stream.hugging_face_folder import read_folder
 from weighin.worker.phases import named_by_strategy
 
 DEEP = "[" * 100_000 + "]" * 100_000

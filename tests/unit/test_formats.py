@@ -18,7 +18,7 @@ from weighin.checkpoint.reader import plans, read_pieces
 from weighin.errors import CheckpointError
 from weighin.models.tied import tied
 from weighin.stream import formats
-from weighin.stream.model import load_streaming
+from weighin.stream.load_streaming import load_streaming
 from weighin.stream.pretrained_library import Selection
 from weighin.stream.safetensors_files import DTYPES
 from weighin.stream.slices import ITEM_BYTES, Slice

@@ -27,7 +27,7 @@ from state_files import write_state
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
 from weighin.stream import formats, gguf_files
-from weighin.stream.model import load_streaming
+from weighin.stream.load_streaming import load_streaming
 from weighin.stream.slices import Slice
 from weighin.units import MIB
 

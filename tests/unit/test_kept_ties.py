@@ -19,7 +19,7 @@ from weighin import load_pretrained
 from weighin.errors import CheckpointError
 from weighin.models.description import described
 from weighin.models.pretrained import from_config, pretrained_class
-from weighin.stream.pretrained_folder import read_folder
+from weighin.stream.hugging_face_folder import read_folder
 from weighin.stream.pretrained_library import WHOLE
 from weighin.stream.tensors import tied_names
 

@@ -27,7 +27,7 @@ from weighin.stream.bytes import (
     Readers,
     choose,
 )
-from weighin.stream.model import Granularity, load_streaming
+from weighin.stream.load_streaming import Granularity, load_streaming
 
 KIB, MIB = 1024, 1024**2
 MS = 1_000_000

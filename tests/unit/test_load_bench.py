@@ -11,7 +11,7 @@ from factories import refused
 from fakes import BASELINE, DONE, LOADED, PlayedIsolation, begin, failed, memory, ready
 
 from weighin import slow_disk
-from weighin.checkpoint import cache, staging
+from weighin.checkpoint import cache, temporary_folders
 from weighin.errors import CheckpointError, FormatLimit, IsolationUnavailable
 from weighin.plan.start import start
 from weighin.plan.task import Progress, Run
@@ -92,7 +92,7 @@ def test_a_run_removes_leftovers_tests_a_worker_and_measures_each_cell(compiled:
     run = asked(BASELINE, DONE, strategies=TWO)
     assert isinstance(run.isolation, PlayedIsolation)
     run.isolation.leftovers = ["cgroup x"]
-    (saving := staging.folder() / "saving" / "dead").mkdir(parents=True)
+    (saving := temporary_folders.folder() / "saving" / "dead").mkdir(parents=True)
     told = Told()
     results = runner.run(run, told.progress)
     leftover = "removed a leftover of a killed run:"

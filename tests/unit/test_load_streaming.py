@@ -26,7 +26,7 @@ from weighin.probes.process import memory_of, read_status
 from weighin.run import loads
 from weighin.stream import formats
 from weighin.stream.construct import WriteLog, without_weights
-from weighin.stream.model import Granularity, _Placer, load_streaming
+from weighin.stream.load_streaming import Granularity, _Placer, load_streaming
 from weighin.stream.slices import Fill
 from weighin.units import MIB
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weighin.cell import Cell, ModelSpec
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
-from weighin.stream.pretrained_folder import BUILDER
+from weighin.stream.hugging_face_folder import BUILDER
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB

@@ -11,7 +11,7 @@ from weighin import install
 from weighin.errors import ConfigError
 from weighin.models import gpt2, stack, tied
 from weighin.stream.construct import resolve_builder
-from weighin.stream.pretrained_folder import BUILDER, folder_library, own_dtype
+from weighin.stream.hugging_face_folder import BUILDER, folder_library, own_dtype
 from weighin.stream.pretrained_library import module_of
 from weighin.suite import registry
 

@@ -30,9 +30,8 @@ from weighin.models import pretrained_timm
 from weighin.models.pretrained import from_config, pretrained_class, written_after_load
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
-from weighin.stream import hugging_face
-from weighin.stream.hugging_face import own
-from weighin.stream.pretrained_folder import (
+from weighin.stream import load_pretrained as loading
+from weighin.stream.hugging_face_folder import (
     BUILDER,
     cached_snapshot,
     from_pretrained_arguments,
@@ -40,6 +39,7 @@ from weighin.stream.pretrained_folder import (
     path_of,
     read_folder,
 )
+from weighin.stream.load_pretrained import own
 from weighin.stream.pretrained_library import DIFFUSERS, LIBRARIES, FolderChoice, library_in
 from weighin.suite import registry
 from weighin.worker.loading import WrongWeights, check_values
@@ -448,7 +448,7 @@ def test_a_revision_of_a_gguf_file_in_the_cache(hub: Path, monkeypatch: pytest.M
         read.append(file)
         raise CheckpointError("no file of GGUF", "")
 
-    monkeypatch.setattr(hugging_face, "described_gguf", described)
+    monkeypatch.setattr(loading, "described_gguf", described)
     for source in ("Some/Model", hub):
         assert "no file of GGUF" in refused(load_pretrained, source, revision="v1.0")
     assert read == 2 * [snapshot / "model.gguf"]

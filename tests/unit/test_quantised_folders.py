@@ -35,7 +35,7 @@ from weighin.models.pretrained import pretrained_class
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.stream import formats, quantised
-from weighin.stream.pretrained_folder import read_folder
+from weighin.stream.hugging_face_folder import read_folder
 from weighin.suite import registry
 from weighin.worker import loading
 
@@ -238,7 +238,7 @@ def test_an_adapter_is_refused_if_from_pretrained_adds_it_else_named(
 ) -> None:
     (model := plain_model("fp8")).save_pretrained(tmp_path)
     (file := tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    monkeypatch.setattr("weighin.stream.pretrained_folder.find_spec", lambda _: peft)
+    monkeypatch.setattr("weighin.stream.hugging_face_folder.find_spec", lambda _: peft)
     if peft:
         said = refused(load_pretrained, tmp_path)
         assert "peft is installed here" in said

@@ -15,7 +15,7 @@ from weighin import load_pretrained
 from weighin.models.pretrained import from_config
 from weighin.plan.start import resume, start
 from weighin.settings.definition import check_suite
-from weighin.stream.pretrained_folder import digest
+from weighin.stream.hugging_face_folder import digest
 from weighin.stream.pretrained_library import FolderChoice
 from weighin.suite import registry
 

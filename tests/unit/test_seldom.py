@@ -31,7 +31,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("docs/index.md", {"browser"}),
         ("mkdocs.yml", {"browser"}),
         ("mkdocs.yml.bak", set()),
-        ("harness/weighin/stream/model.py", {"zoo", "types"}),
+        ("harness/weighin/stream/load_streaming.py", {"zoo", "types"}),
         ("harness/weighin/plan/start.py", {"fleet"}),
         ("tests/zoo/entries.py", {"zoo"}),
         ("tests/model_differences.py", {"zoo", "judges"}),  # which the zoo imports

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
@@ -176,7 +176,7 @@ def test_a_gpu_cell_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_user_without_a_home_starts_and_resumes_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", "~nobody-of-this-name/cache")
     assert resume(started().folder).planned
-    text = refused(staging.folder)
+    text = refused(temporary_folders.folder)
     assert text.startswith("there is no folder for weighin's cache: ")
     assert text.endswith("name a folder: WEIGHIN_CACHE=/path weighin ...")
 

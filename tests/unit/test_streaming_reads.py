@@ -20,7 +20,7 @@ from weighin.errors import CheckpointError
 from weighin.probes import page_cache
 from weighin.stream import filling, formats
 from weighin.stream.bytes import Disk, Reader
-from weighin.stream.model import Granularity, load_streaming
+from weighin.stream.load_streaming import Granularity, load_streaming
 from weighin.stream.slices import Checkpoint, Fill
 
 

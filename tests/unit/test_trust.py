@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from factories import refused
 
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.errors import Interrupted
 from weighin.plan import start as plans
 from weighin.plan.start import resume, start
@@ -119,7 +119,7 @@ def own_run(**options: Any) -> Run:
 
 
 def known_plans() -> Path:
-    return staging.folder() / "plans.sha256"
+    return temporary_folders.folder() / "plans.sha256"
 
 
 def needs_trust() -> bool:
@@ -191,5 +191,5 @@ def test_a_stopped_run_says_whether_it_wants_trust(
 def test_storage_moves_the_cache_only_while_its_run_measures(here: Path) -> None:
     task = own_run(storage="elsewhere")
     runner.run(replace(task, planned=[replace(task.planned[0], skip="too long")]), Progress())
-    assert staging.folder() == here / "cache"
+    assert temporary_folders.folder() == here / "cache"
     assert stopped(task) == "resume it: weighin bench --resume run"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.probes import environment
 
 HERE = Path(__file__).parent
@@ -119,7 +119,7 @@ def run(
 
 def _disk(packages: Sequence[str]) -> Path:
     """Return the folder with the disk, kernel and initrd to boot from; make them where they are not."""
-    shelf = staging.folder() / "vm"
+    shelf = temporary_folders.folder() / "vm"
     shelf.mkdir(parents=True, exist_ok=True)
     folder = shelf / _digest(packages)
     with FileLock(shelf / "lock"):

@@ -15,7 +15,7 @@ from torch import nn
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import HarnessError
 from weighin.stream import formats
-from weighin.stream.model import load_streaming
+from weighin.stream.load_streaming import load_streaming
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from msgspec import convert
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.child_process import Parent, end_with_parent
 from weighin.stream.pretrained_library import Selection
 
@@ -37,7 +37,7 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
 
         def permit(to_write: int, to_read: int) -> None:
             """Refuse to write where the disk lacks space; from now on, report the progress."""
-            staging.check_space(Path(space), what, to_write, repair)
+            temporary_folders.check_space(Path(space), what, to_write, repair)
             ending.enter_context(_reporting(parent, to_write + to_read))
 
         if request["verb"] == "convert":

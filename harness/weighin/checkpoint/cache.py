@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.checkpoint.child import Report, run_child
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.files import object_in, rename, try_lock, write_text
 from weighin.stream import formats
-from weighin.stream.pretrained_folder import digest, files_of_adapter
+from weighin.stream.hugging_face_folder import digest, files_of_adapter
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.suite import registry, user_code
 
@@ -90,14 +90,14 @@ def ensure(
     origin = _origin(model, dtype, seed, checkpoint, selection, python_path)
     digits = sha256(json.dumps(origin, sort_keys=True, default=str).encode()).hexdigest()
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", model.name).lstrip(".") or "model"
-    entry = staging.folder() / "models" / f"{safe[:100]}-{digits[:8]}"
+    entry = temporary_folders.folder() / "models" / f"{safe[:100]}-{digits[:8]}"
     manifest, marker = entry / _MANIFEST, entry / f"{fmt}.json"
     used = manifest if in_place else marker
     report = progress or (lambda _text, _share: None)
     waiting = f"waiting for another weighin process that uses {entry.name}"
     with _locked(entry, lambda: report(waiting, None)):
         entry.mkdir(parents=True, exist_ok=True)
-        staging.remove_orphans(entry, _TEMPORARY)
+        temporary_folders.remove_orphans(entry, _TEMPORARY)
         found = used.exists()
         is_whole = found and _manifest(entry) is not None
         if is_whole and not in_place:
@@ -107,7 +107,7 @@ def ensure(
             text = f"{verb} the checkpoint of {model.name}"
             report(text, None)
             try:
-                with staging.own_folder(entry, _TEMPORARY) as temporary:
+                with temporary_folders.own_folder(entry, _TEMPORARY) as temporary:
                     request = {
                         "verb": "index" if checkpoint else "make",
                         "model": asdict(model),
@@ -118,7 +118,7 @@ def ensure(
                         "format": fmt,
                         "out": str(temporary),
                         "space": (
-                            str(staging.folder()),
+                            str(temporary_folders.folder()),
                             f"the {fmt} checkpoint of {model.name}",
                             "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or"
                             " empty the cache: weighin cache clear",
@@ -211,13 +211,13 @@ def discard(entry: Path, fmt: str) -> None:
 @contextmanager
 def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Lock one entry within the context; ``waiting`` is called if another process has the lock."""
-    path = staging.folder() / "locks" / f"{entry.name}.lock"
+    path = temporary_folders.folder() / "locks" / f"{entry.name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(
-            f"cannot write to the cache {staging.folder()}: {error.strerror}",
+            f"cannot write to the cache {temporary_folders.folder()}: {error.strerror}",
             "choose another folder: WEIGHIN_CACHE=/path weighin ...",
         ) from error
     try:
@@ -251,7 +251,7 @@ def clear(name: str | None = None) -> list[dict[str, Any]]:
 
 
 def _entries(name: str | None) -> list[Path]:
-    models = staging.folder() / "models"
+    models = temporary_folders.folder() / "models"
     found = sorted(models.iterdir()) if models.is_dir() else []
     # A symbolic link could lead out of the cache.
     entries = [entry for entry in found if entry.is_dir() and not entry.is_symlink()]

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import to_builtins
 
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.checkpoint.child import Report, run_child
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
-from weighin.stream import formats, pretrained_folder
+from weighin.stream import formats, hugging_face_folder
 from weighin.stream import gguf_files as gguf
 from weighin.stream.folders import MAX_SHARD_BYTES
 from weighin.stream.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
@@ -75,7 +75,9 @@ class Conversion:
             )
             complete()
         except BaseException as error:
-            staging.remove_orphans(self.target.parent, self._beside)  # of a child that was killed
+            temporary_folders.remove_orphans(
+                self.target.parent, self._beside
+            )  # of a child that was killed
             if not isinstance(error, KeyboardInterrupt) or not self.target.exists():
                 raise
         return {
@@ -144,7 +146,7 @@ class Conversion:
         stored = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
         permit(RECORD_BYTES * len(tensors) + stored, to_read + stored * self.verify)
         fmt, started = format_for(self.target, self.fmt), monotonic()
-        with staging.own_folder(self.target.parent, self._beside) as temporary:
+        with temporary_folders.own_folder(self.target.parent, self._beside) as temporary:
             new = temporary / self.target.name
             write(fmt, new, tensors, pieces, max_shard_bytes=self.max_shard_bytes)
             seconds = monotonic() - started
@@ -178,28 +180,28 @@ class Conversion:
     def _loaded(self) -> "Source":
         """Return the tensors of the loaded model, by their names in its state dict."""
         from weighin.checkpoint import truth
-        from weighin.stream.hugging_face import load_pretrained
+        from weighin.stream.load_pretrained import load_pretrained
 
-        folder, choice = pretrained_folder.folder_of(self.source), self.choice
+        folder, choice = hugging_face_folder.folder_of(self.source), self.choice
         model_class = choice.model_class
         if formats.detect(self.source) == gguf.NAME:
             folder = gguf.file_of(self.source)
-        elif not pretrained_folder.is_pretrained(folder):
+        elif not hugging_face_folder.is_pretrained(folder):
             raise ConfigError(
                 f"--keys model needs the model's class, and {folder} has no config.json",
                 "name a folder that save_pretrained wrote, or leave --keys out",
             )
         else:
             if folder != self.source:  # raises if another file would be read
-                pretrained_folder.from_pretrained_arguments(self.source)
-            if not model_class and pretrained_folder.parts_with_weights(folder):
+                hugging_face_folder.from_pretrained_arguments(self.source)
+            if not model_class and hugging_face_folder.parts_with_weights(folder):
                 # the transformer alone
-                model_class = pretrained_folder.read_folder(folder, choice).wanted
+                model_class = hugging_face_folder.read_folder(folder, choice).wanted
         model = load_pretrained(
             folder,
             dtype=self.dtype or "auto",
             trust_remote_code=choice.trust_remote_code,
-            variant=pretrained_folder.variant_of(self.source),
+            variant=hugging_face_folder.variant_of(self.source),
             model_class=model_class,
             key=self.selection.key,
             strip_prefix=self.selection.strip_prefix,

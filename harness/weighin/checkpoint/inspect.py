@@ -13,8 +13,8 @@ from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.folders import MAX_SHARD_BYTES, module_of
 from weighin.stream.foreign import remembering
+from weighin.stream.hugging_face_folder import CONFIG, adapter_note, is_pretrained
 from weighin.stream.pickles import type_name
-from weighin.stream.pretrained_folder import CONFIG, adapter_note, is_pretrained
 from weighin.stream.pretrained_library import WHOLE, Selection, library_in
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, ties
 from weighin.suite import registry

@@ -28,7 +28,7 @@ from weighin.checkpoint.checksum import (
 from weighin.checkpoint.manifest import Kind, Manifest, TensorEntry
 from weighin.errors import CheckpointError, ConfigError
 from weighin.models.pretrained import written_after_load
-from weighin.stream import construct, formats, pretrained_folder
+from weighin.stream import construct, formats, hugging_face_folder
 from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import NOT_MEASURED, lacks, misfit, selecting
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of, module_of
@@ -77,7 +77,7 @@ class Described:
 
 def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Described]:
     """Return the state dict's tensors, then the other buffers, built in ``dtype`` or as published."""
-    builder, dtype = spec.builder, dtype or getattr(torch, pretrained_folder.own_dtype(spec))
+    builder, dtype = spec.builder, dtype or getattr(torch, hugging_face_folder.own_dtype(spec))
     build = construct.resolve_builder(builder)
     model = construct.build_skeleton(build, spec.kwargs, dtype=dtype)
     own = named_tensors(model)
@@ -214,8 +214,8 @@ def index(
     """
     formats.known(fmt)
     construct.map_large_tensors()
-    if library_of(spec.builder) and pretrained_folder.is_pretrained_checkpoint(checkpoint):
-        pretrained_folder.refuse_part(checkpoint, selection)
+    if library_of(spec.builder) and hugging_face_folder.is_pretrained_checkpoint(checkpoint):
+        hugging_face_folder.refuse_part(checkpoint, selection)
         return _index_folder(spec, checkpoint, fmt, folder, dtype, permit)
     torch.set_num_threads(1)  # the readers run in several threads of their own
     slices = formats.read(checkpoint, selection)
@@ -272,7 +272,7 @@ def _index_folder(
         kind, known = dtype_name(one.dtype), sums.pop(name, {})
         described[name] = replace(one, is_kept=True)  # its checksum is of this dtype alone
         sums |= {name: {kind: known[kind]}} if kind in known else {}
-    if in_place and spec.builder == pretrained_folder.BUILDER and not quantised:
+    if in_place and spec.builder == hugging_face_folder.BUILDER and not quantised:
         places = {where.name: where for where in slices}
         for name in written_after_load(model) & places.keys() & described.keys():
             kept = described[name].dtype

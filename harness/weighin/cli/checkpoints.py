@@ -101,7 +101,7 @@ def convert(context: click.Context, typed: dict[str, Any]) -> None:
     from weighin.checkpoint.convert import Conversion, sentence
     from weighin.run import interrupts
     from weighin.settings.definition import DTYPES
-    from weighin.stream.pretrained_folder import path_of
+    from weighin.stream.hugging_face_folder import path_of
     from weighin.suite.registry import notes_on, weights_of
     from weighin.units import parse_bytes
 
@@ -144,12 +144,16 @@ def convert(context: click.Context, typed: dict[str, Any]) -> None:
 )
 def cache_list(_: click.Context, typed: dict[str, Any]) -> None:
     """List the generated checkpoints, with their sizes on the disk."""
-    from weighin.checkpoint import cache, staging
+    from weighin.checkpoint import cache, temporary_folders
 
     stored = cache.list_entries()
-    document = {"folder": str(staging.folder()), "checkpoints": stored}
+    document = {"folder": str(temporary_folders.folder()), "checkpoints": stored}
     _console.deliver(
-        typed["json"], document, f"checkpoints in {staging.folder()}", _table(stored), folds=False
+        typed["json"],
+        document,
+        f"checkpoints in {temporary_folders.folder()}",
+        _table(stored),
+        folds=False,
     )
 
 
@@ -168,7 +172,7 @@ def cache_list(_: click.Context, typed: dict[str, Any]) -> None:
 )  # fmt: skip
 def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
     """Delete generated checkpoints after a question. Your own checkpoints are never deleted."""
-    from weighin.checkpoint import cache, staging
+    from weighin.checkpoint import cache, temporary_folders
 
     model = typed["model"]
     chosen = cache.list_entries(model)
@@ -181,7 +185,7 @@ def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
                 " you first",
                 "to delete them without a question, add --yes",
             )
-        _console.tell(f"checkpoints in {staging.folder()}")
+        _console.tell(f"checkpoints in {temporary_folders.folder()}")
         _console.console().print(_table(chosen))
         if not click.confirm(f"Delete {counted} ({size})?", err=True):
             _console.note("nothing was deleted")

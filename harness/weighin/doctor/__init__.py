@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from weighin import slow_disk
 from weighin.cell import Cell, Job
-from weighin.checkpoint import cache, staging
+from weighin.checkpoint import cache, temporary_folders
 from weighin.errors import HarnessError
 from weighin.isolation import cgroup, select, visible
 from weighin.isolation.base import Isolation
@@ -58,7 +58,9 @@ class Examination:
 def examine() -> Examination:
     """Test this machine; remove what killed runs left behind."""
     limits = [row for name in select.NAMES for row in _isolation(select.named(name))]
-    folders = staging.remove_orphans(Path(tempfile.gettempdir()), PREFIX)  # of killed runs
+    folders = temporary_folders.remove_orphans(
+        Path(tempfile.gettempdir()), PREFIX
+    )  # of killed runs
     left = [f"folder {folder}" for folder in folders] + remove_leftovers()
     return Examination((*map(_removed, left), *limits, _slow_disk(), *_figures(), *_machine()))
 
@@ -122,9 +124,9 @@ def _slow_disk() -> Capability:
     subject = "slow disks (--disk, disk_latency)"
     try:
         slow_disk.check(in_container=False)
-        staging.folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=staging.folder()) as folder:
-            slow_disk.Mount(Path(folder), slow_disk.Pace(), staging.slow_disks()).close()
+        temporary_folders.folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=temporary_folders.folder()) as folder:
+            slow_disk.Mount(Path(folder), slow_disk.Pace(), temporary_folders.slow_disks()).close()
         slow_disk.check(in_container=True)
     except HarnessError as error:
         return Capability(subject, "partly", f"{error.message}. {error.repair}")
@@ -142,7 +144,7 @@ def _figures() -> Iterator[Capability]:
     exact = "exact: memory.pressure of the cell's cgroup; not with docker on cgroup v1"
     why = "missing: it needs a cgroup v2 tree, and a kernel with PSI (boot with psi=1)"
     yield _row("memory pressure (PSI)", stalls, exact, why, "partly")
-    (folder := staging.folder()).mkdir(parents=True, exist_ok=True)
+    (folder := temporary_folders.folder()).mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(bytes(MIB))
         file.flush()
@@ -178,8 +180,8 @@ def _machine() -> Iterator[Capability]:
     total, free = cgroup.ram_bytes()
     limited = " (the limit of a cgroup around weighin)" if total < machine["ram_bytes"] else ""
     yield Capability("RAM", "yes", f"{format_bytes(free)} free of {format_bytes(total)}{limited}")
-    disk = format_bytes(shutil.disk_usage(staging.folder()).free)
-    yield Capability("disk for checkpoints", "yes", f"{disk} free at {staging.folder()}")
+    disk = format_bytes(shutil.disk_usage(temporary_folders.folder()).free)
+    yield Capability("disk for checkpoints", "yes", f"{disk} free at {temporary_folders.folder()}")
     if not any(Path(file).exists() for file in _GPU_FILES):
         yield Capability("CUDA GPU", "partly", "none: cells load to the CPU only")
         return

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin import child_process
 from weighin.cell import Cell
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
 from weighin.files import no_link
 from weighin.fleet import node
@@ -291,7 +291,7 @@ def run_jobs(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
         with (
             interrupts.stoppable(),
             runner.only_run(task.patience_s, progress),
-            staging.own_folder(staging.folder(), "jobs-") as caches,
+            temporary_folders.own_folder(temporary_folders.folder(), "jobs-") as caches,
         ):
             crew = Jobs(jobs, task.isolation.name, caches)
             return Driver(crew, [crew.node()], task, progress).run()

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from weighin import __version__, child_process, install
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.child_process import Child, Parent, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
 from weighin.isolation import cgroup, select
@@ -136,7 +136,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
 
         own = registry.strategies(cell["operation"])
         settings["strategy_paths"] = {n: path or str(own[n].path) for n, path in paths.items()}
-    with staging.own_folder(staging.folder() / "fleet") as folder:
+    with temporary_folders.own_folder(temporary_folders.folder() / "fleet") as folder:
         plan = {"schema": SCHEMA, "cells": [cell], "settings": settings}
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
         task = replace(

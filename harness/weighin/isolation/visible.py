@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from weighin import child_process
 from weighin.cell import Job
 from weighin.stream import formats
-from weighin.stream.pretrained_folder import folder_of
+from weighin.stream.hugging_face_folder import folder_of
 from weighin.stream.pretrained_library import library_of
 from weighin.suite.registry import data_folder
 

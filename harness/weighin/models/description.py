@@ -19,7 +19,7 @@ from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, ConfigError, extra
 from weighin.stream import foreign, formats, quantised
 from weighin.stream import gguf_files as gguf
-from weighin.stream.pretrained_folder import (
+from weighin.stream.hugging_face_folder import (
     AUTO_MAP,
     BUILDER,
     CONFIG,
@@ -128,8 +128,8 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[l
 
     from weighin.stream.bytes import mapped
     from weighin.stream.construct import build_skeleton, resolve_builder
-    from weighin.stream.reading import ties_equal_values
     from weighin.stream.tensors import tied_names, untie
+    from weighin.stream.transformers_reader import ties_equal_values
 
     def are_same(one: Slice, other: Slice) -> bool:
         if one.dtype_name == other.dtype_name:

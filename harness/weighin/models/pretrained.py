@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
-from weighin.stream import pretrained_folder
+from weighin.stream import hugging_face_folder
 from weighin.stream.foreign import misfit
-from weighin.stream.pretrained_folder import AUTO_MAP, CONFIG
+from weighin.stream.hugging_face_folder import AUTO_MAP, CONFIG
 from weighin.stream.pretrained_library import ADAPTER, ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
 from weighin.stream.quantised import dequantising
 from weighin.stream.tensors import storage_key, untie
@@ -41,7 +41,7 @@ def from_config(
     ``ties`` are the names that share a weight, where the files untie some that the class ties.
     """
     kind = pretrained_class(architecture, code, config)
-    pretrained_folder.dtype_of(config)  # raises for a dtype that transformers cannot read
+    hugging_face_folder.dtype_of(config)  # raises for a dtype that transformers cannot read
     dtype = torch.get_default_dtype()
     model = kind._from_config(_settings(kind, config), dtype=dtype)
     if ties is not None:
@@ -152,7 +152,7 @@ def reference(
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint."""
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs.get("config"))
-    arguments = pretrained_folder.from_pretrained_arguments(checkpoint)
+    arguments = hugging_face_folder.from_pretrained_arguments(checkpoint)
     repair = (
         "install another version of transformers, or correct config.json; or measure the tensors"
         f" without the model's class: --model from:{checkpoint}"
@@ -170,7 +170,7 @@ def reference(
 
 def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` dequantises on every device, if it can."""
-    if not (named := dequantising(pretrained_folder.folder_of(checkpoint))):
+    if not (named := dequantising(hugging_face_folder.folder_of(checkpoint))):
         return {}
     auto: Any = import_module("transformers.quantizers.auto")
     return {"quantization_config": auto.AutoQuantizationConfig.from_dict(named)}
@@ -178,7 +178,7 @@ def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
 
 def merged(model: Any, adapter: Path | str) -> Any:
     """Let peft merge the adapter in the folder ``adapter`` into ``model``, and return the result."""
-    pretrained_folder.adapter_files(Path(adapter))
+    hugging_face_folder.adapter_files(Path(adapter))
     what = f"--adapter {adapter}: peft"
     repair = f"correct {ADAPTER}, or give the model that the adapter was trained for"
     with extra("hf", f"--adapter {adapter}"):
@@ -201,11 +201,11 @@ def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, A
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     folder = Path(code["folder"])
-    if pretrained_folder.digest(folder) != code["sha256"]:
+    if hugging_face_folder.digest(folder) != code["sha256"]:
         what = f"{folder}: the model's code was changed after this run was planned"
         repair = "start a new run: this run can be resumed only with the code of its plan"
         raise ConfigError(what, repair)
-    named = str(config[AUTO_MAP][pretrained_folder.auto_class(config, architecture)])
+    named = str(config[AUTO_MAP][hugging_face_folder.auto_class(config, architecture)])
     reference = named.rpartition("--")[2]  # after a repository's name
     file = folder / f"{reference.partition('.')[0]}.py"
     if not re.fullmatch(r"\w+\.\w+", reference) or not file.is_file():

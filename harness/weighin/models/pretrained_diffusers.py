@@ -8,7 +8,7 @@ import torch
 
 from weighin.errors import ConfigError
 from weighin.models.pretrained import class_of_pipelines, imported, importing, says
-from weighin.stream.pretrained_folder import folder_of, variant_of
+from weighin.stream.hugging_face_folder import folder_of, variant_of
 from weighin.stream.pretrained_library import DIFFUSERS
 
 

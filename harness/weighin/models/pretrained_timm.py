@@ -12,7 +12,7 @@ import torch
 from weighin.errors import ConfigError
 from weighin.models.pretrained import imported, says
 from weighin.stream.foreign import lacks
-from weighin.stream.pretrained_folder import CONFIG, folder_of
+from weighin.stream.hugging_face_folder import CONFIG, folder_of
 from weighin.stream.pretrained_library import TIMM
 
 State = Mapping[str, torch.Tensor]

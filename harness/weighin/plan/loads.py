@@ -15,7 +15,7 @@ from weighin.settings.definition import Settings
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import remembering
-from weighin.stream.pretrained_folder import adapter_of, code_of, folder_library
+from weighin.stream.hugging_face_folder import adapter_of, code_of, folder_library
 from weighin.stream.pretrained_library import Selection
 from weighin.suite import chosen_models, registry
 from weighin.suite.registry import StrategyInfo

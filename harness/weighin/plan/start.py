@@ -22,7 +22,7 @@ from shlex import join
 from typing import Final, Literal
 
 from weighin.cell import Cell
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
@@ -178,7 +178,7 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
         found += [("command", join(cell.command)) for cell in cells]
     else:
         # These import formats and strategies, which takes 0.2 s.
-        from weighin.stream.pretrained_folder import code_of
+        from weighin.stream.hugging_face_folder import code_of
         from weighin.suite import registry
 
         ours = registry.builders()
@@ -203,7 +203,7 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
 def remember(plan: bytes) -> None:
     # Without a cache, also of a user without a home, the run can be resumed with --trust.
     with suppress(OSError, ConfigError):
-        staging.folder().mkdir(parents=True, exist_ok=True)
+        temporary_folders.folder().mkdir(parents=True, exist_ok=True)
         with _own_plans("a") as file:
             file.write(_digest(plan))
 
@@ -225,7 +225,7 @@ def _digest(plan: bytes) -> bytes:
 def _own_plans(mode: Literal["r", "a"]) -> FileIO:
     """Open the cache's file of digests; raise OSError if others may have written it."""
     careful = os.O_NOFOLLOW | os.O_NONBLOCK
-    path = staging.folder() / _PLANS
+    path = temporary_folders.folder() / _PLANS
     file = FileIO(path, mode, opener=lambda path, flags: os.open(path, flags | careful, 0o600))
     state = os.fstat(file.fileno())
     is_file = stat.S_ISREG(state.st_mode) and state.st_nlink == 1

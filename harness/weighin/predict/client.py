@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from weighin import child_process
 from weighin.cell import FORK, Cell, ModelSpec
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.errors import HarnessError
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Peaks, Prediction, Work, from_json
@@ -82,7 +82,7 @@ def predict(
                 source=str(checkpoint) if checkpoint else None,
                 selection=asdict(selection),
                 is_own=own == cell.format,
-                read_ahead_bytes=read_ahead_bytes(checkpoint or staging.folder()),
+                read_ahead_bytes=read_ahead_bytes(checkpoint or temporary_folders.folder()),
                 forward=forward and cell.passes > 0,
                 use_path=use_paths.get(cell.use, ""),
             )
@@ -142,7 +142,7 @@ def _process(python_path: Sequence[str]) -> Iterator[tuple[Callable[..., dict[st
         del answer["event"]
         return answer
 
-    with staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder:
+    with temporary_folders.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder:
         try:
             yield ask, folder
         finally:

@@ -29,7 +29,7 @@ from weighin.result import WINDOWS_IN_FLIGHT, Memory
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.construct import Builder
-from weighin.stream.pretrained_folder import adapter_of, own_dtype, refuse_part
+from weighin.stream.hugging_face_folder import adapter_of, own_dtype, refuse_part
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.stream.tensors import named_tensors, tensors_in, tied_names
 from weighin.stream.write import write

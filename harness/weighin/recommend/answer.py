@@ -30,7 +30,7 @@ from weighin.recommend.prior_runs import Evidence, find
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.show.table import Column, Entry, Table
 from weighin.slow_disk import Pace
-from weighin.stream import formats, pretrained_folder, quantised
+from weighin.stream import formats, hugging_face_folder, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.pretrained_library import TRANSFORMERS, WHOLE, Selection, library_in
 from weighin.suite import registry
@@ -128,7 +128,7 @@ class Advice:
                 if _is_chosen(model := asked.model.kwargs):
                     options += ["--set", f"model_class={model['architecture']}"]
                 options += ["--trust-remote-code"] * ("code" in model)
-                if adapter := pretrained_folder.adapter_of(asked.model):
+                if adapter := hugging_face_folder.adapter_of(asked.model):
                     options += ["--adapter", str(adapter)]
             notes.append(
                 f"{self.best.strategy} reads a {self.best.format} checkpoint with the model's weights"
@@ -237,14 +237,14 @@ def _code(advice: Advice, best: Candidate) -> str:
     # Of a checkpoint alone, nobody knows what the constructor of its model does.
     knows_model = question.model.builder != SYNTHESISED
     info = registry.strategy(best.strategy)
-    adapter = str(pretrained_folder.adapter_of(question.model) or "")
+    adapter = str(hugging_face_folder.adapter_of(question.model) or "")
     if checkpoint and (folder := _folder(question)) and info.maps_keys and not info.shares_load:
         model, is_gguf = question.model.kwargs, prior.checkpoint_format == gguf.NAME
         return pretrained_snippet(
             info, model["architecture"], device=question.device, dtype=question.dtype,
             folder=folder, gguf_file=checkpoint.name if is_gguf else "",
-            auto=pretrained_folder.auto_class(model["config"], model["architecture"]) if "code" in model else "",
-            variant=pretrained_folder.variant_of(checkpoint), is_chosen=_is_chosen(model),
+            auto=hugging_face_folder.auto_class(model["config"], model["architecture"]) if "code" in model else "",
+            variant=hugging_face_folder.variant_of(checkpoint), is_chosen=_is_chosen(model),
             extra=library_in(model["config"]).extra, adapter=adapter,
             quantisation=None if is_gguf else quantised.dequantising(Path(folder)),
         )  # fmt: skip
@@ -253,7 +253,7 @@ def _code(advice: Advice, best: Candidate) -> str:
             info, device=question.device, dtype=question.dtype, adapter=adapter,
             checkpoint=_file_name(best.format) if advice.saves_again else str(checkpoint or "model.pt"),
             options={} if advice.saves_again else planned.cell.options,
-            keeps_dtypes=bool(pretrained_folder.folder_library(question.model)),
+            keeps_dtypes=bool(hugging_face_folder.folder_library(question.model)),
             is_mixed=predicted.is_mixed or not knows_model,
             computes_buffers=predicted.computes_buffers or not knows_model,
         )  # fmt: skip
@@ -266,13 +266,13 @@ def _code(advice: Advice, best: Candidate) -> str:
 def _folder(question: Question) -> str | None:
     """Return the Hugging Face folder of both model and checkpoint; None if they are apart."""
     checkpoint = question.checkpoint
-    if checkpoint is None or not pretrained_folder.folder_library(question.model):
+    if checkpoint is None or not hugging_face_folder.folder_library(question.model):
         return None
-    folder, config = pretrained_folder.folder_of(checkpoint), question.model.kwargs["config"]
-    of_checkpoint = object_in(folder / pretrained_folder.CONFIG)
+    folder, config = hugging_face_folder.folder_of(checkpoint), question.model.kwargs["config"]
+    of_checkpoint = object_in(folder / hugging_face_folder.CONFIG)
     has_model = all(config.get(key) == value for key, value in of_checkpoint.items())
     has_weights = (
-        pretrained_folder.find_weights(folder, pretrained_folder.variant_of(checkpoint))
+        hugging_face_folder.find_weights(folder, hugging_face_folder.variant_of(checkpoint))
         == checkpoint
     )
     is_gguf = gguf.is_file(checkpoint)
@@ -363,7 +363,7 @@ def _file_name(fmt: str) -> str:
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
     selected = {key: value for key, value in asdict(question.selection).items() if value}
     found = quantised.of_model(question.model)
-    adapter = pretrained_folder.adapter_of(question.model)
+    adapter = hugging_face_folder.adapter_of(question.model)
     for info in registry.strategies().values():
         fmt = checkpoint_format if checkpoint_format in info.formats else info.formats[0]
         if (

@@ -12,7 +12,7 @@ from weighin.predict.prediction import Prediction
 from weighin.recommend.prior_runs import Evidence
 from weighin.slow_disk import LARGEST_READ_BYTES, Pace
 from weighin.stream.bytes import choose
-from weighin.stream.pretrained_folder import folder_library
+from weighin.stream.hugging_face_folder import folder_library
 from weighin.stream.pretrained_library import LIBRARIES
 from weighin.suite.registry import StrategyInfo, name_of
 from weighin.units import GIB, MIB, format_bytes, format_exact

@@ -23,7 +23,11 @@ from weighin.suite.registry import StrategyInfo, name_of
 
 _TENSORS: Final = "weighin.stream.tensors"
 """The module whose functions are pasted."""
-_KEPT: Final = ("weighin.stream.model", "weighin.stream.construct", "weighin.stream.hugging_face")
+_KEPT: Final = (
+    "weighin.stream.load_streaming",
+    "weighin.stream.construct",
+    "weighin.stream.load_pretrained",
+)
 """The written code imports the functions of these modules, because they are too large to paste."""
 _INSTALLED: Final = ("safetensors", "weighin")
 """The code's first line installs these packages if the code imports them, even if undeclared."""

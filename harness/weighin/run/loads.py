@@ -16,7 +16,7 @@ from typing import Any, Final
 import weighin
 from weighin import child_process, slow_disk
 from weighin.cell import FORK, SAVE, Cell, Job, encode_job, is_of_use
-from weighin.checkpoint import cache, staging
+from weighin.checkpoint import cache, temporary_folders
 from weighin.checkpoint.child import Report
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.isolation import visible
@@ -33,7 +33,7 @@ from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
 from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
 from weighin.stream import formats
-from weighin.stream.pretrained_folder import files_of_adapter, folder_of
+from weighin.stream.hugging_face_folder import files_of_adapter, folder_of
 from weighin.suite import registry, user_code
 from weighin.suite.registry import data_folder
 from weighin.text import few
@@ -82,7 +82,7 @@ class LoadSpec(Spec):
         self.printed = child_process.Tail(printed)
         if self.pace:
             folder = folder_of(Path(job.checkpoint))
-            self.disk = Mount(folder, self.pace, staging.slow_disks())
+            self.disk = Mount(folder, self.pace, temporary_folders.slow_disks())
             opened.callback(self.disk.close)
             inside = self.disk.folder / Path(job.checkpoint).relative_to(folder)
             self._job = replace(job, checkpoint=str(inside))
@@ -411,16 +411,16 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
 @contextmanager
 def save_folder(model_bytes: int) -> Iterator[Path]:
     """Create an empty folder in weighin's cache for one save, and remove it after the block."""
-    (root := staging.folder() / _SAVING).mkdir(parents=True, exist_ok=True)
+    (root := temporary_folders.folder() / _SAVING).mkdir(parents=True, exist_ok=True)
     repair = "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..."
-    staging.check_space(root, "a save", model_bytes + _SPARE_BYTES, repair)
-    with staging.own_folder(root) as folder:
+    temporary_folders.check_space(root, "a save", model_bytes + _SPARE_BYTES, repair)
+    with temporary_folders.own_folder(root) as folder:
         yield folder
 
 
 def remove_leftovers() -> list[str]:
-    saves = staging.remove_orphans(staging.folder() / _SAVING)
-    disks = slow_disk.remove_stale(staging.slow_disks())
+    saves = temporary_folders.remove_orphans(temporary_folders.folder() / _SAVING)
+    disks = slow_disk.remove_stale(temporary_folders.slow_disks())
     return [f"files of a save in {folder}" for folder in saves] + disks
 
 

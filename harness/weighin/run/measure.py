@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.child_process import signal_each
 from weighin.errors import HarnessError
 from weighin.files import no_link
@@ -112,7 +112,10 @@ def measure(
             f"weighin cannot tell whether {spec.named} left the page cache: Linux"
             " reports cached pages only to a user who owns the files or may write them"
         )
-    with staging.own_folder(Path(tempfile.gettempdir()), PREFIX) as folder, ExitStack() as opened:
+    with (
+        temporary_folders.own_folder(Path(tempfile.gettempdir()), PREFIX) as folder,
+        ExitStack() as opened,
+    ):
         spec.enter(opened)
         watch = Watch(spec, Listener(folder, spec.cell.ranks), reference)
         opened.callback(watch.close)

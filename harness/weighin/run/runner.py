@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from weighin.checkpoint import staging
+from weighin.checkpoint import temporary_folders
 from weighin.errors import HarnessError, Interrupted
 from weighin.files import try_lock
 from weighin.isolation import cgroup, select
@@ -37,7 +37,7 @@ def run(
     with only_writer(task.folder), discarding(task), interrupts.stoppable(), ExitStack() as opened:
         results = task.begin()
         if task.settings.storage:
-            opened.enter_context(staging.used(task.settings.storage))
+            opened.enter_context(temporary_folders.used(task.settings.storage))
         task.isolation.check()
         if task.settings.commands:  # without the lock, because a command may itself run weighin
             lines = task.isolation.remove_stale()

@@ -20,7 +20,7 @@ from weighin.stream.bytes import Reader, allocate, memory_of
 from weighin.stream.slices import Fill, Slice, dtype_name, row_major
 
 if TYPE_CHECKING:
-    from weighin.stream.reading import Lazy
+    from weighin.stream.transformers_reader import Lazy
 
     Lazies = Mapping[str, Sequence[Lazy]]
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.stream import folders, foreign, gguf_files, safetensors_files, torch_files, zero
-from weighin.stream.pretrained_folder import find_weights, is_pretrained
+from weighin.stream.hugging_face_folder import find_weights, is_pretrained
 from weighin.stream.pretrained_library import WHOLE, Selection
 from weighin.stream.slices import Checkpoint, Slice
 from weighin.stream.torch_files import all_empty, is_beside_weights, no_key

@@ -14,7 +14,7 @@ from typing import Any, Final
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError
 from weighin.files import object_in
-from weighin.stream.pretrained_folder import CONFIG, folder_of, planned
+from weighin.stream.hugging_face_folder import CONFIG, folder_of, planned
 from weighin.stream.slices import ITEM_BYTES, Slice
 from weighin.text import one_line
 

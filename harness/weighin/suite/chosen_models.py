@@ -9,7 +9,7 @@ from weighin.errors import ConfigError
 from weighin.settings.definition import DTYPES, Settings
 from weighin.stream import formats
 from weighin.stream.foreign import remembering
-from weighin.stream.pretrained_folder import adapter_note, folder_library, folder_of, own_dtype
+from weighin.stream.hugging_face_folder import adapter_note, folder_library, folder_of, own_dtype
 from weighin.stream.pretrained_library import Selection
 from weighin.suite import registry, user_code
 

@@ -20,10 +20,10 @@ from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
 from weighin.models.description import ask, spec_of
 from weighin.settings.yaml_file import read_mapping
-from weighin.stream import formats, pretrained_folder, quantised
+from weighin.stream import formats, hugging_face_folder, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import NOT_MEASURED
-from weighin.stream.pretrained_folder import (
+from weighin.stream.hugging_face_folder import (
     cached_snapshot,
     is_pretrained,
     read_folder,
@@ -345,7 +345,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
     """Return the file or folder that ``name`` stands for; None for a built-in model or a builder."""
     if name in (known := models()) or user_code.is_file(name):
         return None
-    path = pretrained_folder.path_of(Path(name.removeprefix(_FROM)), revision)
+    path = hugging_face_folder.path_of(Path(name.removeprefix(_FROM)), revision)
     if name.startswith(_FROM) or path.exists():
         if kwargs:
             raise ConfigError(
@@ -377,7 +377,7 @@ def gguf_in(path: Path) -> Path | None:
 
 def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
     """Return the checkpoint at ``path``: of a Hugging Face folder with one file, this file."""
-    path = pretrained_folder.path_of(path, choice.revision)
+    path = hugging_face_folder.path_of(path, choice.revision)
     if file := gguf_in(path):
         return file
     if is_pretrained(path):
@@ -391,10 +391,10 @@ def notes_on(
     checkpoint: Path, choice: FolderChoice = AS_SAVED, architecture: str = ""
 ) -> tuple[str, ...]:
     """Return notes on a folder's class (``architecture``: what transformers took) and unloaded parts."""
-    if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
+    if not is_pretrained(path := hugging_face_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
         return ()
     notes = []
-    folder = read_folder(path, replace(choice, variant=pretrained_folder.variant_of(checkpoint)))
+    folder = read_folder(path, replace(choice, variant=hugging_face_folder.variant_of(checkpoint)))
     is_of_transformers = folder.library is TRANSFORMERS and folder.names_model
     if is_of_transformers and not (choice.model_class or folder.architectures):
         taken = f"{architecture}, which AutoModel chooses" if architecture else "that of AutoModel"
@@ -402,7 +402,7 @@ def notes_on(
             f"config.json names no class in 'architectures', so weighin takes {taken}; to take another"
             " class: --set model_class=CLASS"
         )
-    if parts := pretrained_folder.parts_with_weights(path):
+    if parts := hugging_face_folder.parts_with_weights(path):
         notes.append(
             f"{path} is the transformer of a sentence-transformers folder; other parts that have"
             f" weights are not loaded: {', '.join(str(path / part) for part in parts)}"

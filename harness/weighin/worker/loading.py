@@ -43,12 +43,12 @@ class Load:
     _builder: Callable[..., torch.nn.Module]
     _marks: Any  # measures phases: a worker has a ``Marks``, and a prediction has a ``Ledger``
 
-    # Few strategies need ``pretrained_folder``, whose import is a part of their memory.
+    # Few strategies need ``hugging_face_folder``, whose import is a part of their memory.
 
     @property
     def pretrained(self) -> Mapping[str, Any]:
         """Keyword arguments for a call of ``pretrained_class``; only for a Hugging Face folder."""
-        from weighin.stream.pretrained_folder import code_of
+        from weighin.stream.hugging_face_folder import code_of
 
         names = ("architecture", "config")
         return {name: self._model.kwargs[name] for name in names} | {"code": code_of(self._model)}
@@ -56,14 +56,14 @@ class Load:
     @property
     def folder(self) -> Mapping[str, Any] | None:
         """Keyword arguments for a call of ``load_pretrained``; None if the checkpoint is no Hugging Face folder."""
-        from weighin.stream.pretrained_folder import arguments_of
+        from weighin.stream.hugging_face_folder import arguments_of
 
         return arguments_of(self._model, self.checkpoint)
 
     @property
     def adapter(self) -> Path | None:
         """The folder with the LoRA adapter to merge into the model; None without an adapter."""
-        from weighin.stream.pretrained_folder import adapter_of
+        from weighin.stream.hugging_face_folder import adapter_of
 
         return adapter_of(self._model)
 

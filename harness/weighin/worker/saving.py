@@ -11,13 +11,13 @@ from weighin.checkpoint.reader import checksum_of
 from weighin.errors import CheckpointError
 from weighin.probes import page_cache
 from weighin.stream import formats
-from weighin.stream.model import load_streaming
+from weighin.stream.load_streaming import load_streaming
 from weighin.worker.loading import Load, WrongWeights, complain, wanted_dtype
 
 
 def load_model(job: Load) -> torch.nn.Module:
     if job.folder:
-        from weighin.stream.hugging_face import load_pretrained  # few saves need it
+        from weighin.stream.load_pretrained import load_pretrained  # few saves need it
 
         model: torch.nn.Module = load_pretrained(**job.folder, dtype=job.dtype, device=job.device)
     else:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from weighin import load_pretrained
 from weighin.errors import CheckpointError
 from weighin.models.pretrained import pretrained_class
-from weighin.stream.reading import Lazy, Load, reading
+from weighin.stream.transformers_reader import Lazy, Load, reading
 
 from transformers import core_model_loading as core  # isort: skip
 from transformers import modeling_gguf_pytorch_utils as of_gguf  # isort: skip

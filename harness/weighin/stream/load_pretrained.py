@@ -17,11 +17,11 @@ from torch.nn.parameter import is_lazy
 from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
 from weighin.models import pretrained, pretrained_diffusers, pretrained_timm
 from weighin.models.description import chosen_class, described_gguf
-from weighin.stream import foreign, formats, pretrained_folder, quantised
+from weighin.stream import foreign, formats, hugging_face_folder, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.bytes import mapped
 from weighin.stream.construct import construct, without_weights
-from weighin.stream.pretrained_folder import PretrainedFolder
+from weighin.stream.hugging_face_folder import PretrainedFolder
 from weighin.stream.pretrained_library import (
     ARGUMENT,
     DIFFUSERS,
@@ -30,8 +30,8 @@ from weighin.stream.pretrained_library import (
     FolderChoice,
     Selection,
 )
-from weighin.stream.reading import Load, reading
 from weighin.stream.slices import Slice
+from weighin.stream.transformers_reader import Load, reading
 from weighin.text import plain
 
 _log = logging.getLogger("weighin")
@@ -96,9 +96,9 @@ def load_pretrained(
         ConfigError: a package is missing or has no such class; the folder contains code, and
             ``trust_remote_code`` is false; or the kind of ``folder`` does not allow an argument.
     """
-    path = pretrained_folder.path_of(folder, revision)
+    path = hugging_face_folder.path_of(folder, revision)
     if not path.exists():  # says what the Hub's cache has instead
-        path = pretrained_folder.cached_snapshot(str(folder), revision) or path
+        path = hugging_face_folder.cached_snapshot(str(folder), revision) or path
     if (path / PIPELINE).is_file():
         raise foreign.no_model(path)
     given = {
@@ -119,19 +119,19 @@ def load_pretrained(
     if place.type != "cpu":
         options["device_map"] = {"": place}
     selection = Selection(key, strip_prefix)
-    if pretrained_folder.find_weights(path, variant) is None and gguf.matches(path):
+    if hugging_face_folder.find_weights(path, variant) is None and gguf.matches(path):
         check_used("a GGUF file")
         file = gguf.file_of(path)
         named = model_class or described_gguf(file)["architecture"]
         load = Load(gguf.read(file), threads, ignores_adapter=True)
         return _loaded({"architecture": named, ARGUMENT: adapter}, file, load, options)
-    has_config = pretrained_folder.is_pretrained(path)
+    has_config = hugging_face_folder.is_pretrained(path)
     is_one_part = has_config and bool(model_class or adapter)  # the transformer alone
-    if not is_one_part and (parts := pretrained_folder.parts_with_weights(path)):
+    if not is_one_part and (parts := hugging_face_folder.parts_with_weights(path)):
         check_used("a sentence-transformers folder of several parts")
         return _of_sentences(path, parts, kind, place, threads)
     if not has_config:
-        if broken := foreign.broken_link(path / pretrained_folder.CONFIG):
+        if broken := foreign.broken_link(path / hugging_face_folder.CONFIG):
             raise broken
         formats.detect(path)  # raises a more exact error for a path that is no checkpoint
         raise CheckpointError(
@@ -139,7 +139,7 @@ def load_pretrained(
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
     choice = FolderChoice(variant, model_class, revision, trust_remote_code)
-    found = pretrained_folder.read_folder(path, choice)
+    found = hugging_face_folder.read_folder(path, choice)
     if found.library in (DIFFUSERS, TIMM):
         check_used(f"a folder of {found.library.name}")
         wanted = getattr(torch, kind) if isinstance(kind, str) else kind or torch.float32
@@ -179,10 +179,10 @@ def _of_transformers(
     options: dict[str, Any],
 ) -> Any:
     load = Load(slices, threads, ignores_adapter=True)
-    pretrained_folder.dtype_of(found.config)  # raises for a dtype that transformers cannot read
+    hugging_face_folder.dtype_of(found.config)  # raises for a dtype that transformers cannot read
     if not adapter:
-        pretrained_folder.refuse_adapter(found.path)
-        if note := pretrained_folder.adapter_note(found.path):
+        hugging_face_folder.refuse_adapter(found.path)
+        if note := hugging_face_folder.adapter_note(found.path):
             _log.warning(note)
     codes = quantised.of_folder(found.path, found.config, slices)
     if codes and not codes.dequantises:
