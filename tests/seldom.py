@@ -20,19 +20,12 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 TESTS: Final = ROOT / "tests"
 PARTS: Final = {
-    "fleet": (
-        "fleet",
-        "harness/weighin/fleet harness/weighin/plan harness/weighin/run/runner.py configs/fleet",
-    ),
+    "fleet": ("fleet", "harness/weighin/fleet harness/weighin/plan harness/weighin/run/runner.py configs/fleet"),
     "installed": (
         "installed",
-        "pyproject.toml action.yml docs/ci.md"
-        " harness/weighin/__init__.py harness/weighin/__main__.py harness/weighin/testing",
+        "pyproject.toml action.yml docs/ci.md" " harness/weighin/__init__.py harness/weighin/__main__.py harness/weighin/testing",
     ),
-    "browser": (
-        "browser",
-        "docs mkdocs.yml pages harness/weighin/show",
-    ),
+    "browser": ("browser", "docs mkdocs.yml pages harness/weighin/show"),
     "zoo": ("test_zoo.py", "tests/zoo harness/weighin/stream"),
     "types": ("test_model_types.py", "benchmarks/model_types.py harness/weighin/models harness/weighin/stream"),
     "judges": (

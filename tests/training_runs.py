@@ -22,12 +22,10 @@ from torch.nn.functional import pad
 
 Tensors = Mapping[str, torch.Tensor]
 _CLASSES: dict[str, Any] = {
-    "deepspeed.runtime.zero.config": enum.IntEnum(
-        "ZeroStageEnum", {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-    ),
+    "deepspeed.runtime.zero.config": enum.IntEnum("ZeroStageEnum", {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}),
     "deepspeed.runtime.fp16.loss_scaler": type("LossScaler", (), {}),
     "deepspeed.utils.tensor_fragment": make_dataclass("fragment_address", ["numel", "start"]),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,7 @@ def built(kind: str, **changes: Any) -> Any:
 TIED: Final[dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, int]]]]] = {
     "a control": ("LlamaForCausalLM", {"tie_word_embeddings": True, "vocab_size": 160}, {}),
     "vocabulary as large as the hidden layer": ("LlamaForCausalLM", {"tie_word_embeddings": True}, {}),
-    "a third matrix": (
-        "LlamaForCausalLM", {"tie_word_embeddings": True, "vocab_size": 160},
-        {"medusa_head.0.1.weight": (160, 64)},
-    ),
+    "a third matrix": ("LlamaForCausalLM", {"tie_word_embeddings": True, "vocab_size": 160}, {"medusa_head.0.1.weight": (160, 64)}),
     "T5 with another head": ("T5ForConditionalGeneration", {}, {"lm_head.weight": (160, 32)}),
     "BART with another head": ("BartForConditionalGeneration", {}, {"lm_head.weight": (96, 32)}),
     "BART": ("BartForConditionalGeneration", {}, {}),

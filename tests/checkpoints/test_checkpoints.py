@@ -11,10 +11,7 @@ from layouts import VERBS, Layout, every
 from tried import IN_ZOO, Missing, Verdict, server, tried
 
 QUICK = ("load", "inspect", "convert")
-WITH_ALL_VERBS = (
-    "tied by the config, two matrices in the file",
-    "GGUF in Q8_0",
-)
+WITH_ALL_VERBS = ("tied by the config, two matrices in the file", "GGUF in Q8_0")
 LAYOUTS = every()
 VERBS_BY_DAY = [
     pytest.param(layout, QUICK if number % 6 == 0 else QUICK[:1], id=layout.name)

@@ -130,11 +130,7 @@ def test_a_worker_that_goes_on_without_its_child_has_an_outcome_of_its_own(
     ("how", "end"),
     [
         ("cannot_go_on_without_the_one_that_is_killed", "RuntimeError: a loader's process ended with status 9 (children.py:35)"),
-        pytest.param(
-            "exits_without_the_one_that_is_killed",
-            "it ended with exit code 7 in phase 'children'",
-            marks=pytest.mark.nightly,
-        ),
+        pytest.param("exits_without_the_one_that_is_killed", "it ended with exit code 7 in phase 'children'", marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_a_worker_that_fails_without_its_child_ran_out_of_memory(

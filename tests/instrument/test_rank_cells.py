@@ -88,10 +88,7 @@ def test_a_rank_that_is_killed_in_a_container_is_named(bench: Bench) -> None:
             marks=pytest.mark.nightly,
         ),
         ("exits as if all were well", "strategy_failed", "rank 1: the measured process ended with exit code 0 in phase 'bad'"),
-        (
-            "is wrong", "wrong_weights",
-            "rank 1: 2 tensors with other values than in the checkpoint: embedding.weight, head.weight",
-        ),
+        ("is wrong", "wrong_weights", "rank 1: 2 tensors with other values than in the checkpoint: embedding.weight, head.weight"),
     ],
 )  # fmt: skip
 def test_the_rank_that_failed_is_named(

@@ -353,12 +353,10 @@ def test_a_closed_standard_error_changes_no_exit_code(command: CommandLine) -> N
 FOLDERS = [
     pytest.param(("sh", "-c"), "mkdir gone; cd gone; rmdir ../gone", id="deleted"),
     pytest.param(
-        ("unshare", "--mount", "sh", "-c"),
-        'mount --bind "$PWD" "$PWD"; mount -o remount,bind,ro "$PWD"; cd "$PWD"',
-        marks=pytest.mark.root,
-        id="read-only",
+        ("unshare", "--mount", "sh", "-c"), 'mount --bind "$PWD" "$PWD"; mount -o remount,bind,ro "$PWD"; cd "$PWD"',
+        marks=pytest.mark.root, id="read-only",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shell", "script"), FOLDERS)

@@ -107,11 +107,7 @@ def test_an_engine_that_starts_a_command_outside_the_containers_group_is_refused
     ],
 )
 def test_an_engine_that_cannot_limit_a_container_that_runs_is_refused(
-    words: str,
-    told: str,
-    isolation: DockerIsolation,
-    start: Start,
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, told: str, isolation: DockerIsolation, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def update(*_: object, **__: object) -> None:
         raise NotFound(words)

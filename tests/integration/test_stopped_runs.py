@@ -217,9 +217,7 @@ def test_two_cells_run_at_once_and_their_records_say_so(command: CommandLine) ->
 
 @pytest.mark.cgroup
 @pytest.mark.slow
-def test_ctrl_c_ends_all_cells_that_run_at_once_and_the_run_can_go_on(
-    command: CommandLine,
-) -> None:
+def test_ctrl_c_ends_all_cells_that_run_at_once_and_the_run_can_go_on(command: CommandLine) -> None:
     stopped = two_at_once(command).end(signal.SIGINT)
     assert (stopped.code, stopped.left) == (130, []), stopped.err
     assert "2 of 4 cells measured" in stopped.err

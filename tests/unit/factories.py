@@ -42,20 +42,14 @@ MODEL_BYTES = 1_638_022_400 * 4 + 48 * 1024 * 1024 * 4  # parameters and masks
 LIMIT = 8 * GIB
 START_NS = 4_000_000_000_000
 ENVIRONMENT: dict[str, Any] = {
-    "cpu": "Example CPU",
-    "kernel": "6.18.0",
-    "torch": "2.13.0",
-    "cgroup_version": 2,
+    "cpu": "Example CPU", "kernel": "6.18.0", "torch": "2.13.0", "cgroup_version": 2,
     "machine": "testbench",
-}
+}  # fmt: skip
 IMPORT = ("import", 1.6, 0.19, 0.11)
 SCRIPTS: dict[str, Script] = {
     "baseline": (IMPORT, ("build", 9.0, 6.5, 0.12), ("read", 7.0, 12.8, 0.12), ("apply", 2, 12.8, 0.12)),
     "sequential": (IMPORT, ("build", 9.0, 6.5, 0.12), ("read", 7.0, 12.8, 0.12), ("copy", 2, 12.8, 0.12)),
-    "meta_copy": (
-        IMPORT, ("build", 0.1, 0.2, 0.12), ("allocate", 0.01, 0.2, 0.12),
-        ("read", 7.0, 6.5, 0.12), ("apply", 2.5, 12.8, 0.12),
-    ),
+    "meta_copy": (IMPORT, ("build", 0.1, 0.2, 0.12), ("allocate", 0.01, 0.2, 0.12), ("read", 7.0, 6.5, 0.12), ("apply", 2.5, 12.8, 0.12)),
     "mmap_assign": (
         IMPORT, ("build", 0.1, 0.2, 0.12), ("map", 0.03, 0.21, 0.13), ("assign", 0.01, 0.21, 0.13),
         ("buffers", 0.3, 0.4, 0.13), ("touch", 5.0, 0.4, 6.42), ("forward", 0.8, 0.5, 6.42),
@@ -64,10 +58,7 @@ SCRIPTS: dict[str, Script] = {
         IMPORT, ("build", 0.1, 0.2, 0.12), ("allocate", 0.01, 0.2, 0.12), ("load", 9.5, 6.8, 0.13),
         ("touch", 0.7, 6.5, 0.13), ("forward", 0.8, 6.6, 0.13),
     ),
-    "streaming": (
-        IMPORT, ("build", 0.1, 0.2, 0.12), ("stream", 6.5, 6.55, 0.2),
-        ("touch", 0.7, 6.5, 0.13), ("forward", 0.8, 6.6, 0.13),
-    ),
+    "streaming": (IMPORT, ("build", 0.1, 0.2, 0.12), ("stream", 6.5, 6.55, 0.2), ("touch", 0.7, 6.5, 0.13), ("forward", 0.8, 6.6, 0.13)),
 }  # fmt: skip
 
 

@@ -24,15 +24,12 @@ STATE = {
     "b.bias": torch.ones(5, dtype=torch.bfloat16),
 }
 DATA = {  # the file in which a.weight lies, and the one that says so
-    "pt": ("", None),
-    "pt_legacy": ("", None),
-    "safetensors": ("", None),
-    "per_param": ("a.weight.pt", "index.json"),
-    "per_module": ("a.pt", "index.json"),
+    "pt": ("", None), "pt_legacy": ("", None), "safetensors": ("", None),
+    "per_param": ("a.weight.pt", "index.json"), "per_module": ("a.pt", "index.json"),
     "sharded": ("model-00001-of-00001.safetensors", "model.safetensors.index.json"),
     "sharded_pt": ("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"),
     "dcp": ("__0_0.distcp", ".metadata"),
-}
+}  # fmt: skip
 ALL = tuple(DATA)
 ZIPPED = ("pt", "per_param", "per_module", "sharded_pt", "dcp")
 PICKLED = (*ZIPPED, "pt_legacy")
@@ -271,7 +268,6 @@ HARMS: list[tuple[str, tuple[str, ...], Harm, str, str]] = [
     ("a_pipe_in_place_of_the_data", ALONE, lambda g: replace(g.data, os.mkfifo), "data", "not a file"),
     ("no_index", SHARDS, lambda g: g.index.unlink(), "path", "shards without their index"),
     ("no_index", ("per_param", "per_module"), lambda g: g.index.unlink(), "path", "no config.json and no index"),
-
     ("overlapping_storages", ("pt_legacy",), overlapping_storages, "data", "of 'a.weight' has 24 bytes, but its record in the file has 0"),
     ("a_negative_offset_in_the_pickle", PICKLED, lambda g: put(g, Tensor(offset=-1)), "data", IMPOSSIBLE),
     ("a_negative_size", PICKLED, lambda g: put(g, Tensor(shape=(-3, -2))), "data", IMPOSSIBLE),
@@ -287,7 +283,6 @@ HARMS: list[tuple[str, tuple[str, ...], Harm, str, str]] = [
     ("a_record_at_an_enormous_offset", ZIPPED, lambda g: move_record(g, 2**32 - 2), "data", f"data/0' at byte 4,294,967,294 {OUTSIDE}"),
     ("an_enormous_directory", ZIPPED, enormous_directory, "data", "Bad offset for central directory"),
     ("a_zip_bomb", ZIPPED, zip_bomb, "data", "record 'm/data.pkl' is compressed"),
-
     ("overlapping_offsets", HEADED, lambda g: entry(g, "a.weighu", data_offsets=[4, 28]), "data", "tensor 'a.weighu' at byte "),
     ("negative_offsets", HEADED, lambda g: entry(g, "a.weight", data_offsets=[-24, 0]), "data", f"{F32} [3, 2] at the offsets [-24, 0] is impossible"),
     ("an_enormous_offset", HEADED, lambda g: entry(g, "b.bias", data_offsets=[2**62, 2**62 + 10]), "data", "'b.bias' at byte 4,611,686,018,427,"),
@@ -299,7 +294,6 @@ HARMS: list[tuple[str, tuple[str, ...], Harm, str, str]] = [
     ("metadata_that_is_a_list", HEADED, lambda g: put_header(g, b'{"__metadata__": []}'), "data", "__metadata__"),
     ("metadata_that_is_a_number", HEADED, lambda g: put_header(g, b'{"__metadata__": 1}'), "data", "__metadata__"),
     ("a_header_that_is_an_entry", HEADED, lambda g: put_header(g, OBJECT), "data", "the header is not a JSON object of tensors"),
-
     ("a_file_with_a_name_that_is_climbing", INDEXED, lambda g: named(g, "../../outside/x"), "index", "lies outside the folder: '../../outside/x'"),
     ("a_file_with_a_name_that_is_absolute", INDEXED, lambda g: named(g, str(g.outside)), "index", "lies outside the folder: '{outside}'"),
     ("a_file_with_a_name_that_is_empty", INDEXED, lambda g: named(g, ""), "index", "lies outside the folder: ''"),

@@ -24,12 +24,10 @@ LOADS = (
 )
 READS = (f"load_tensor ({TORCH}/serialization.py:1200)", "<module> (load.py:13)")
 IMPORTS = (
-    "<listcomp> (parts/tables.py:3)",
-    "<module> (parts/tables.py:3)",
+    "<listcomp> (parts/tables.py:3)", "<module> (parts/tables.py:3)",
     "_call_with_frames_removed (<frozen importlib._bootstrap>:241)",
-    "exec_module (<frozen importlib._bootstrap_external>:940)",
-    "<module> (load.py:3)",
-)
+    "exec_module (<frozen importlib._bootstrap_external>:940)", "<module> (load.py:3)",
+)  # fmt: skip
 PARSES = (
     "load (/usr/lib/python3.11/json/__init__.py:293)",
     "read (load.py:9)",
@@ -179,7 +177,6 @@ CASES: dict[str, Case] = {
     "no two copies: of no checkpoint": loading(replace(WEIGHTS, path="/data/log.txt")),
     "no two copies: grew by less than was read": loading(WEIGHTS, anon=(300, 400, 550)),
     "no two copies: unknown by how much it grew": loading(replace(WEIGHTS, seen_ns=None)),
-
     "conversion: float": converting("converted[name] = tensor.float()"),
     "conversion: half": converting("model.half()"),
     "conversion: to a dtype": converting("x = x.to(torch.float32)"),
@@ -189,15 +186,12 @@ CASES: dict[str, Case] = {
     "no conversion: to a device": converting("x = x.to(device)"),
     "no conversion: grew by less": converting("x = x.float()", (300, 400, 420)),
     "no conversion: another call": converting("x = model(x)"),
-
     "whole file: read()": reading(BIG, at=300, code="text = file.read()"),
     "whole file: read_bytes()": reading(BIG, at=300, code="Path(x).read_bytes()"),
     "whole file: fromfile()": reading(BIG, at=300, code="np.fromfile(f)"),
     # The first sample that found it open was late, so that less than its size is seen to grow.
     "whole file: read to its end before it was closed": reading(CLOSED, at=300, code="text = file.read()"),
-    "whole file: a checkpoint": reading(
-        replace(WEIGHTS, position_bytes=100 * MIB, is_open=True), *READS, anon=(100, 150, 250), at=240
-    ),
+    "whole file: a checkpoint": reading(replace(WEIGHTS, position_bytes=100 * MIB, is_open=True), *READS, anon=(100, 150, 250), at=240),
     "whole file: parsed at once": parsing(*PARSES),
     "no whole file: parsed, and then something else with an open file": parsing(*PARSES[1:]),
     "no whole file: a module of the user called json": parsing("load (/srv/json/app.py:9)"),
@@ -207,31 +201,26 @@ CASES: dict[str, Case] = {
     "no whole file: closed": reading(replace(BIG, is_open=False), at=300, code="text = file.read()"),
     "no whole file: closed before its end": reading(replace(CLOSED, position_bytes=0), at=300, code="text = file.read()"),
     "no whole file: at little memory": reading(replace(BIG, position_bytes=600 * MIB), at=40, code="text = file.read()"),
-
     "import": importing((30, IMPORTS), (299, IMPORTS)),
     "import: a busy thread beside it": importing((30, IMPORTS), (30, BUSY), (299, IMPORTS), (299, BUSY)),
     "no import: most was there before": importing((30, ("<module> (load.py:2)",)), (299, IMPORTS)),
     # A later import of the same line, once the function that it imported has taken the memory.
     "no import: grew between two": importing((22, IMPORTS), (290, BETWEEN), (295, IMPORTS)),
-
     "copy-on-write: three": forked(60),
     "copy-on-write: one is said without a number": forked(60, children=1),
     "no copy-on-write: no copies": forked(0),
     "no copy-on-write: not known": forked(None),
     "no copy-on-write: another program": forked(60, command="python worker.py"),
-
     "shared memory": killed((30,), shmem=250),
     "no shared memory: the smaller part": killed((200,), shmem=100),
     "a limit around": limited_by(killed((270,)), "/user.slice"),
     "no limit around: the machine's": limited_by(killed((270,)), "machine"),
     "no limit around: its own": limited_by(killed((270,)), ""),
-
     "a child": child_with(270),
     "no child: about half": child_with(160),
-    "no child: left by a parent that had ended": killed((300,), processes=(
-        Process(PID, 1, "python load.py", 0, 1), process(101, anon=270 * MIB, parent=PID),
-    )),
-
+    "no child: left by a parent that had ended": killed(
+        (300,), processes=(Process(PID, 1, "python load.py", 0, 1), process(101, anon=270 * MIB, parent=PID)),
+    ),
     "growth: three readings at one line": at_one_line(100, 150, 250),
     "growth: of a fork that copied nothing": grown_fork(0),
     "growth: of a fork that copied little": grown_fork(20 * MIB),
@@ -245,7 +234,6 @@ CASES: dict[str, Case] = {
     "no growth: numpy's": at_one_line(100, 150, 250, frame="read_array (/v/site-packages/numpy/lib/format.py:8)"),
     "no growth: a graph's": at_one_line(100, 150, 250, frame=f"_run ({TORCH}/autograd/graph.py:841)"),
     "no growth: torch.nn.init's": at_one_line(100, 150, 250, frame=INIT),
-
     "page cache": cached(10),
     "no page cache: the smaller part": cached(200),
     "no page cache: it was killed": (replace(cached(10)[0], outcome=Outcome.OOM_KILLED), cached(10)[1]),

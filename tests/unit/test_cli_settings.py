@@ -70,10 +70,8 @@ READ: dict[str, tuple[str, str, dict[str, Any]]] = {
         "isolation": "cgroup", "ram": [2**30], "strategies": ["dcp"], "folder": Path("other"), "timeout_s": 7}),
     "the table of another verb": (OF_FLOOR, "bench", {"timeout_s": 5}),
     "a table of one verb wins": (OF_FLOOR, "floor", {"timeout_s": 9, "dtype": "bfloat16"}),
-    "a model with its arguments": (OWN, "bench", {
-        "models": ["my.nets:build"], "kwargs": {"width": 64}, "checkpoint": Path("w.pt")}),
-    "arguments and weights are of the file's model": (OWN, "bench gpt2-tiny", {
-        "models": ["gpt2-tiny"], "kwargs": {}, "checkpoint": None}),
+    "a model with its arguments": (OWN, "bench", {"models": ["my.nets:build"], "kwargs": {"width": 64}, "checkpoint": Path("w.pt")}),
+    "arguments and weights are of the file's model": (OWN, "bench gpt2-tiny", {"models": ["gpt2-tiny"], "kwargs": {}, "checkpoint": None}),
     "a suite overrides the file": (SAVING, "bench --out x", {"operation": "save", "repeats": 3}),
     "typed options override the suite": (SAVING, "bench gpt2-tiny --repeats 2", {
         "operation": "save", "models": ["gpt2-tiny"], "repeats": 2}),
@@ -82,13 +80,11 @@ READ: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a typed model overrides a suite's": ("", "bench gpt2-tiny --suite own.yaml --set environment.A=01", {
         "models": ["gpt2-tiny"], "environment": [{"A": "01"}]}),
     "without a table nothing is set": ('[project]\nname = "weighin-user"\n', "bench", {"isolation": "auto"}),
-    "what another verb ignores does not fail there": (
-        "[tool.weighin]\npasses = 2\n", "floor gpt2-tiny --use none", {"passes": 1}),
+    "what another verb ignores does not fail there": ("[tool.weighin]\npasses = 2\n", "floor gpt2-tiny --use none", {"passes": 1}),
     "an option counts beside its key": ("", "bench gpt2-tiny --set ram=8g --ram 4g", {"ram": [4 * 2**30]}),
     "typed stacks are read in repeats too": ("", "run --repeats 2 --stacks -- true", {"stacks": True}),
     "stacks are not read in repeats": ("", "run --repeats 2 -- true", {"stacks": False}),
-    "two models to set are two models": ("", "bench --set models=gpt2-tiny,tied-tiny", {
-        "models": ["gpt2-tiny", "tied-tiny"]}),
+    "two models to set are two models": ("", "bench --set models=gpt2-tiny,tied-tiny", {"models": ["gpt2-tiny", "tied-tiny"]}),
 }  # fmt: skip
 
 

@@ -104,19 +104,16 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
     "only models": ("models: gpt2-xl", {
         "models": ["gpt2-xl"], "strategies": [(name, {}) for name in DEFAULT_STRATEGIES], "ram": [None],
         "device": "cpu", "isolation": "auto", "cache": "cold", "repeats": 1, "timeout_s": 600}),
-    "one value stands for a list": ("{models: a, strategies: x, ram: 8g}", {
-        "models": ["a"], "strategies": [("x", {})], "ram": [8 * GIB]}),
+    "one value stands for a list": ("{models: a, strategies: x, ram: 8g}", {"models": ["a"], "strategies": [("x", {})], "ram": [8 * GIB]}),
     "one strategy": ("{models: a, strategies: {name: y}}", {"strategies": [("y", {})]}),
     "commas divide strategies, not models": ("{models: 'from:a,b.pt', strategies: 'x,y'}", {
         "models": ["from:a,b.pt"], "strategies": [("x", {}), ("y", {})]}),
-    "saves have every way of saving": ("{models: a, operation: save}", {
-        "strategies": [(name, {}) for name in DEFAULT_SAVING]}),
+    "saves have every way of saving": ("{models: a, operation: save}", {"strategies": [(name, {}) for name in DEFAULT_SAVING]}),
     "one environment": ("{models: a, environment: {MALLOC_ARENA_MAX: 2}}", {"environment": [ARENAS]}),
     "two environments": ("{models: a, environment: [{}, {MALLOC_ARENA_MAX: '2'}]}", {"environment": [{}, ARENAS]}),
     "an environment of two variables": ("{models: a, environment: {OMP_NUM_THREADS: 1, A: 'b c=d'}}", {
         "environment": [{"OMP_NUM_THREADS": "1", "A": "b c=d"}]}),
-    "disks": ("{models: a, disk: [50MB/s, none], disk_latency: 20ms}", {
-        "disk": [50_000_000, None], "disk_latency": [20_000_000]}),
+    "disks": ("{models: a, disk: [50MB/s, none], disk_latency: 20ms}", {"disk": [50_000_000, None], "disk_latency": [20_000_000]}),
 }  # fmt: skip
 
 

@@ -24,13 +24,10 @@ class Allocator:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.stats = {
-            "requested_bytes.all.peak": 6290,
-            "allocated_bytes.all.peak": 6416,
-            "reserved_bytes.all.peak": 6484,
-            "requested_bytes.all.current": 1,
-            "reserved_bytes.all.current": 2097152,
-            "allocated_bytes.small_pool.peak": 2,
-        }
+            "requested_bytes.all.peak": 6290, "allocated_bytes.all.peak": 6416,
+            "reserved_bytes.all.peak": 6484, "requested_bytes.all.current": 1,
+            "reserved_bytes.all.current": 2097152, "allocated_bytes.small_pool.peak": 2,
+        }  # fmt: skip
         self.properties = {"name": "Example 80GB", "total_memory": 1000, "uuid": "ab-cd"}
         self.backend = "native"
         self.peaks = {0: 0, 1: 512, 2: 0}
@@ -86,12 +83,9 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
 def test_the_context_comes_first_and_each_call_names_the_device(allocator: Allocator) -> None:
     memory = CudaMemory(DEVICE)
     assert allocator.calls == [
-        ("set_device", 1),
-        ("zeros", DEVICE),
-        ("synchronize", DEVICE),
-        ("empty_cache", None),
+        ("set_device", 1), ("zeros", DEVICE), ("synchronize", DEVICE), ("empty_cache", None),
         ("reset_peak_memory_stats", DEVICE),
-    ]
+    ]  # fmt: skip
     allocator.calls.clear()
     memory.synchronize()
     memory.reset()
@@ -103,11 +97,9 @@ def test_the_figures_of_a_phase_are_the_allocators_own(allocator: Allocator) -> 
     assert memory.allocated() == 512
     assert memory.summary() == "cuda:1 True"
     assert memory.peaks() == {
-        "peak_cuda_requested_bytes": 6290,
-        "peak_cuda_allocated_bytes": 6416,
-        "peak_cuda_reserved_bytes": 6484,
-        "peak_pinned_bytes": 4096,
-    }
+        "peak_cuda_requested_bytes": 6290, "peak_cuda_allocated_bytes": 6416,
+        "peak_cuda_reserved_bytes": 6484, "peak_pinned_bytes": 4096,
+    }  # fmt: skip
 
 
 def test_the_timeline_is_what_the_driver_and_the_allocator_hold(allocator: Allocator) -> None:
@@ -147,12 +139,9 @@ def test_a_limit_above_the_device_is_left_to_torch_which_refuses_it(allocator: A
 
 def test_the_device_is_described_as_the_drivers_tools_name_it(allocator: Allocator) -> None:
     assert CudaMemory(DEVICE).describe() == {
-        "gpu": "Example 80GB",
-        "gpu_bytes": 1000,
-        "gpu_uuid": "GPU-ab-cd",
-        "cuda": torch.version.cuda,
+        "gpu": "Example 80GB", "gpu_bytes": 1000, "gpu_uuid": "GPU-ab-cd", "cuda": torch.version.cuda,
         "cuda_allocator": "native",
-    }
+    }  # fmt: skip
     del allocator.properties["uuid"]  # of some builds for AMD's GPUs
     assert CudaMemory(DEVICE).describe()["gpu_uuid"] is None
 
@@ -164,7 +153,7 @@ def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
     allocator.peaks[2] = 3 * GIB
     assert memory.notes() == [
         "the CUDA allocator is cudaMallocAsync: requested and reserved bytes are figures of the"
-        " driver's pool, not of torch's blocks",
+        " driver's pool, not of torch's blocks"
     ]
     assert memory.notes_at_end() == ["the load also used cuda:2, but all figures are of cuda:1"]
 

@@ -180,11 +180,9 @@ def test_the_empty_image_is_made_where_it_is_missing(engine: RecordedEngine) -> 
 
 def test_a_record_names_the_engine_and_the_users_image(engine: RecordedEngine) -> None:
     described = {
-        "engine": "20.10.24+dfsg1",
-        "cgroup_driver": "cgroupfs",
-        "cgroup_version": "1",
+        "engine": "20.10.24+dfsg1", "cgroup_driver": "cgroupfs", "cgroup_version": "1",
         "storage_driver": "overlay2",
-    }
+    }  # fmt: skip
     assert DockerIsolation().describe() == described
     assert DockerIsolation("some:image").describe() == described | {"image": "some:image"}
 
@@ -195,12 +193,9 @@ def test_a_record_names_the_engine_and_the_users_image(engine: RecordedEngine) -
 def test_a_foreign_engine_is_refused_and_keeps_no_container(engine: RecordedEngine) -> None:
     foreign(engine, DockerIsolation().check)
     assert engine.calls() == [
-        "POST /containers/create",
-        "POST /containers/ID/attach",
-        "POST /containers/ID/start",
-        "GET /containers/ID/json",
-        "DELETE /containers/ID",
-    ]
+        "POST /containers/create", "POST /containers/ID/attach", "POST /containers/ID/start",
+        "GET /containers/ID/json", "DELETE /containers/ID",
+    ]  # fmt: skip
 
 
 def test_auto_passes_a_foreign_engine_and_says_so(

@@ -84,13 +84,11 @@ CASES = {
     "nothing was seen, but a limit": replace(make_result(), ran=None),
     "nothing but a need": made(needed=5 * MIB),
     "processes that were left": made(ended=("/usr/bin/sleep 9", "sh", "cat", "tee")),
-
     "page cache of a cold file": reading(914, 383, cold=("/data/weights.pt",)),
     "page cache of a warm file": reading(914, 383),
     "page cache that others have": reading(531, 0, limit=None),
     "a peak at the limit": at_its_limit(),
     "without a cgroup": made(needed=20 * MIB, processes=(process(anon=10 * MIB, shmem=10 * MIB),)),
-
     "the program's own line, and the function that it called": killed(
         at(f"_load_from_state_dict ({MODULE}:2430)", f"load_state_dict ({MODULE}:2600)", "<module> (/home/me/script.py:14)")
     ),

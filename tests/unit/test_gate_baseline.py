@@ -19,17 +19,11 @@ WRONG = Path(__file__).with_name("snapshots") / "gate_baseline.txt"
 OK, KILLED = "gpt2-small streaming pt", "gpt2-small baseline pt"
 SERIES = {
     OK: Series(
-        "ok",
-        3,
-        model_bytes=700,
-        figures={"peak_rss": Figure(GIB, GIB, GIB), "ready": Figure(10**9, 2 * 10**9, 3 * 10**9)},
-        phases={
-            "build": {"peak_rss": 10, "end_anon": 5, "time": 7},
-            "touch": {"peak_rss": 11, "end_anon": 6, "time": 8},
-        },
+        "ok", 3, model_bytes=700, figures={"peak_rss": Figure(GIB, GIB, GIB), "ready": Figure(10**9, 2 * 10**9, 3 * 10**9)},
+        phases={"build": {"peak_rss": 10, "end_anon": 5, "time": 7}, "touch": {"peak_rss": 11, "end_anon": 6, "time": 8}},
     ),
     KILLED: Series("oom_killed", 3, 700, figures={"peak_rss": Figure(1, 1, 1)}),
-}
+}  # fmt: skip
 ENVIRONMENT: dict[str, Any] = {"torch": "2.13.0+cpu", "cgroup_version": 1, "gpu": None, "psi": True}
 
 YAML = """\

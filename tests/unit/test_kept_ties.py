@@ -59,8 +59,7 @@ KINDS: Final[dict[str, Callable[[Size, int], dict[str, Any]]]] = {
     "Qwen2ForCausalLM": _decoder,
     "Gemma2ForCausalLM": _decoder,
     "GPT2LMHeadModel": lambda size, hidden: {
-        "vocab_size": size(), "n_positions": size(), "n_embd": hidden, "n_inner": size(),
-        "n_layer": 2, "n_head": 4,
+        "vocab_size": size(), "n_positions": size(), "n_embd": hidden, "n_inner": size(), "n_layer": 2, "n_head": 4,
     },
     "OPTForCausalLM": lambda size, hidden: {
         "vocab_size": size(), "hidden_size": hidden, "ffn_dim": size(), "num_hidden_layers": 2,
@@ -74,8 +73,7 @@ KINDS: Final[dict[str, Callable[[Size, int], dict[str, Any]]]] = {
     "BartForConditionalGeneration": _both,
     "MarianMTModel": _both,
     "T5ForConditionalGeneration": lambda size, hidden: {
-        "vocab_size": size(), "d_model": hidden, "d_kv": 16, "d_ff": size(), "num_layers": 2,
-        "num_heads": 4,
+        "vocab_size": size(), "d_model": hidden, "d_kv": 16, "d_ff": size(), "num_layers": 2, "num_heads": 4,
     },
 }  # fmt: skip
 

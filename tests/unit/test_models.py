@@ -18,21 +18,14 @@ from weighin.suite import registry
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 
 PUBLISHED = {
-    "bert-base": (109_514_298, "float32"),
-    "clip-base": (151_277_313, "float32"),
-    "deepseek-v3-bf16": (671_026_404_352, "bfloat16"),
-    "gemma-3-1b": (999_885_952, "bfloat16"),
-    "gpt-oss-20b-bf16": (20_914_757_184, "bfloat16"),
-    "llama-8b": (8_030_261_248, "bfloat16"),
-    "minilm": (22_713_216, "float32"),
-    "mistral-7b": (7_248_023_552, "bfloat16"),
-    "qwen3-0.6b": (596_049_920, "bfloat16"),
-    "qwen3-30b-a3b": (30_532_122_624, "bfloat16"),
-    "qwen3-8b": (8_190_735_360, "bfloat16"),
-    "t5-base": (222_903_552, "float32"),
-    "vit-base": (86_567_656, "float32"),
-    "whisper-small": (241_734_912, "float32"),
-}
+    "bert-base": (109_514_298, "float32"), "clip-base": (151_277_313, "float32"),
+    "deepseek-v3-bf16": (671_026_404_352, "bfloat16"), "gemma-3-1b": (999_885_952, "bfloat16"),
+    "gpt-oss-20b-bf16": (20_914_757_184, "bfloat16"), "llama-8b": (8_030_261_248, "bfloat16"),
+    "minilm": (22_713_216, "float32"), "mistral-7b": (7_248_023_552, "bfloat16"),
+    "qwen3-0.6b": (596_049_920, "bfloat16"), "qwen3-30b-a3b": (30_532_122_624, "bfloat16"),
+    "qwen3-8b": (8_190_735_360, "bfloat16"), "t5-base": (222_903_552, "float32"),
+    "vit-base": (86_567_656, "float32"), "whisper-small": (241_734_912, "float32"),
+}  # fmt: skip
 """The number of parameters, a tied one once, and the dtype of each model of transformers."""
 
 

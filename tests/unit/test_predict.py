@@ -65,14 +65,9 @@ return job.build_model()
 """,
 }
 MOVES = (
-    "to('cuda')",
-    "to(device='cuda')",
-    "to(device=torch.device('cuda', 0), dtype=torch.float32)",
-    "to(0)",
-    "to(torch.empty(0, device='cuda'))",
-    "cuda()",
-    "cuda(device=0)",
-)
+    "to('cuda')", "to(device='cuda')", "to(device=torch.device('cuda', 0), dtype=torch.float32)",
+    "to(0)", "to(torch.empty(0, device='cuda'))", "cuda()", "cuda(device=0)",
+)  # fmt: skip
 RUN = "ctypes.CDLL(None).system(b'true')"
 STARTS = {
     "reported": "subprocess.Popen(['sleep', '61'])",
@@ -199,9 +194,7 @@ def test_copies_on_the_cpu_are_counted(followed: Followed, name: str, copies: in
     assert one.cuda_requested_bytes is one.cuda_reserved_bytes is None
 
 
-def test_accelerate_keeps_the_converted_copy_beside_mapped_pages(
-    followed: Followed,
-) -> None:
+def test_accelerate_keeps_the_converted_copy_beside_mapped_pages(followed: Followed) -> None:
     one = followed["accelerate bf16"]
     assert round(2 * above(one, one)) == 1
     assert one.is_mixed is False
@@ -259,9 +252,7 @@ def test_cuda_sums_are_the_allocators(followed: Followed) -> None:
     assert followed["safetensors_copy cuda"].cannot == ""
 
 
-def test_a_model_on_the_gpu_stays_there_if_it_is_moved_again(
-    followed: Followed,
-) -> None:
+def test_a_model_on_the_gpu_stays_there_if_it_is_moved_again(followed: Followed) -> None:
     one = followed["moves"]
     assert one.cannot == ""
     for move, phase in zip(MOVES, one.phases, strict=False):
@@ -302,18 +293,14 @@ def test_the_copies_in_a_use_of_a_mapped_and_a_copied_model_are_counted(
     assert [used(one).name for one in found] == [use, use]
 
 
-def test_a_tied_matrix_has_two_gradients_and_their_sum_at_once(
-    followed: Followed,
-) -> None:
+def test_a_tied_matrix_has_two_gradients_and_their_sum_at_once(followed: Followed) -> None:
     """The backward pass reaches the embedding last, through the transposed heads of attention."""
     one = followed["tied sgd"]
     assert round(above(used(one), one)) == 4
     assert one.is_mixed
 
 
-def test_a_training_that_cannot_be_followed_makes_its_own_gradients(
-    followed: Followed,
-) -> None:
+def test_a_training_that_cannot_be_followed_makes_its_own_gradients(followed: Followed) -> None:
     one = followed["checks sgd"]
     assert round(above(used(one), one)) == 2
 

@@ -74,17 +74,13 @@ CUDA = {
     "a rest below 1 MiB stays with a large block": "19M+1#20M =19M+1,20M,20M 9M =28M+1,29M,40M",
     "a rest of 1 MiB stays, too": "a:2M -a 19M#20M =19M,20M,20M",
     "a rest above 1 MiB is split off": "a:2M -a 19M-512#19M-512 =19M-512,19M-512,20M",
-    "a rest of 512 bytes is split off a small block":
-        "1M@0 1M-512@1M#1M-512 1#512 =2M-511,2M,2M 1@2M =2M-510,2M+512,4M",
+    "a rest of 512 bytes is split off a small block": "1M@0 1M-512@1M#1M-512 1#512 =2M-511,2M,2M 1@2M =2M-510,2M+512,4M",
     "requests share a segment while they fit": "6M 6M 6M =18M,18M,20M 6M =24M,24M,40M",
     "small and large ones share none": "a:2M -a 1M =1M,1M,22M b:1K -b 5M =6M,6M,22M",
-    "the smallest free block that fits is taken":
-        "a:30M b:12M -a -b 11M+512@30M#12M =11M+512,12M,42M",
+    "the smallest free block that fits is taken": "a:30M b:12M -a -b 11M+512@30M#12M =11M+512,12M,42M",
     "of equal ones the lowest": "a:12M b:12M c:12M -c -b -a 12M@0",
-    "free neighbours become one block again":
-        "a:6M b:6M c:6M -a -c -b =0,0,20M 9M@0 9M@9M =18M,18M,20M",
-    "an emptied cache gives back segments that are free as a whole":
-        "a:6M b:30M -b empty_cache =6M,6M,20M -a empty_cache =0,0,0",
+    "free neighbours become one block again": "a:6M b:6M c:6M -a -c -b =0,0,20M 9M@0 9M@9M =18M,18M,20M",
+    "an emptied cache gives back segments that are free as a whole": "a:6M b:30M -b empty_cache =6M,6M,20M -a empty_cache =0,0,0",
     "a small segment, too": "a:1K b:2K -a -b empty_cache =0,0,0",
     "peaks are kept until they are reset": "a:100K -a ^100K,100K,2M reset_peaks ^0,0,2M",
 }  # fmt: skip
@@ -124,43 +120,32 @@ ROUNDS = RAISED + 10 * "a:4M 4M -a "
 
 HEAPS = {
     "a block of 128 KiB with its alignment has a map of its own": (USUAL, "128K-96@map 128K-97@0"),
-    "a freed map raises the threshold to its size and a page":
-        (USUAL, "m:1M@map -m 1M+4K-96@map 1M+4K-97@0"),
+    "a freed map raises the threshold to its size and a page": (USUAL, "m:1M@map -m 1M+4K-96@map 1M+4K-97@0"),
     "to its own, not to that of others": (USUAL, "m:1M -m 1M-1K@0 2M@map"),
-    "each larger one raises it, and one in the heap does not":
-        (USUAL, "m:1M -m a:8M@map b:2M@map -b c:2M-1K@0 -c 2M@0 -a 8M@2M+16"),
+    "each larger one raises it, and one in the heap does not": (USUAL, "m:1M -m a:8M@map b:2M@map -b c:2M-1K@0 -c 2M@0 -a 8M@2M+16"),
     "a smaller one lowers nothing": (USUAL, "a:2M b:1M -a -b 2M@0"),
     "the largest map that raises it has 32 MiB": (USUAL, "m:32M -m 16M@0"),
     "a larger one raises nothing": (USUAL, "m:32M+1 -m 1M@map"),
-    "blocks follow each other behind malloc's heads":
-        (USUAL, "1000@0#1016 2000@1016 3000@3032"),
+    "blocks follow each other behind malloc's heads": (USUAL, "1000@0#1016 2000@1016 3000@3032"),
     "or with room for their alignment": (REUSES, "1000@0#1096 2000@1096 3000@3192"),
     # The written pages of 20 blocks, 11, and of those that fit in again below the last one.
     "temporaries between blocks in use strand their pages": (USUAL, ROUNDS + "=80M+4K"),
-    "where small blocks lie elsewhere, a hole takes a block of its own size again":
-        (REUSES, ROUNDS + "=44M+4K"),
+    "where small blocks lie elsewhere, a hole takes a block of its own size again": (REUSES, ROUNDS + "=44M+4K"),
     "below a small block nothing goes back, and all but the last fit in again":
         (PINNED, RAISED + 10 * "a:4M b:4M c:4M d:4M e:4M -a -b -c -d -e " + "=24M+4K"),
-    "a smaller block goes into a hole and leaves the rest":
-        (USUAL, RAISED + "a:4M 4M -a 3M@0 512K@3M+16 =8M+4K"),
+    "a smaller block goes into a hole and leaves the rest": (USUAL, RAISED + "a:4M 4M -a 3M@0 512K@3M+16 =8M+4K"),
     "neighbours that are freed become one hole": (USUAL, RAISED + "a:2M b:2M c:2M 1M -a -c -b 5M@0"),
-    "the rest of a hole joins what is freed above it":
-        (USUAL, RAISED + "a:4M b:4M 1K -a 1M@0 -b 6M@1M+16"),
-    "the rest of a hole in the middle is not the last chunk":
-        (USUAL, RAISED + "a:4M b:1M -a 1M@0 d:4M@5M+32 -d 5M@5M+32"),
-    "a block joins the hole below it, whoever lies above":
-        (PINNED, RAISED + "a:4M b:4M -a -b 7M@0 2M@8M+32"),
-    "a hole at the top joins what is freed above it":
-        (PINNED, RAISED + "a:4M b:1M -a -b c:6M@5M+32 -c 8M@0"),
+    "the rest of a hole joins what is freed above it": (USUAL, RAISED + "a:4M b:4M 1K -a 1M@0 -b 6M@1M+16"),
+    "the rest of a hole in the middle is not the last chunk": (USUAL, RAISED + "a:4M b:1M -a 1M@0 d:4M@5M+32 -d 5M@5M+32"),
+    "a block joins the hole below it, whoever lies above": (PINNED, RAISED + "a:4M b:4M -a -b 7M@0 2M@8M+32"),
+    "a hole at the top joins what is freed above it": (PINNED, RAISED + "a:4M b:1M -a -b c:6M@5M+32 -c 8M@0"),
     "the rest of a hole at the top is the last chunk": (PINNED, RAISED + "a:4M -a b:1M -b 4M-96@0"),
     "the smallest hole that fits is taken, and of equals the lowest; a byte too much is too much":
         (USUAL, RAISED + "a:3M 1K b:2M 1K c:2M 1K -c -b -a 1M@3M+1056 3M-80@0 2M-79@7M+3168"),
     "a top of twice the largest map goes back to the kernel, but for 128 KiB":
         (USUAL, "m:1M -m a:4K-16 b:1M-16 c:1M-16 -c =2M+4K -b =4K+128K trim =4K -a trim =0"),
-    "a top that is a page smaller stays":
-        (USUAL, "m:1M -m 4K-16 a:1M-16 b:1M-4K-16 -b -a =2M"),
-    "the blocks of a top are free one by one":
-        (USUAL, RAISED + "a:6M b:6M c:6M -c -b =18M+4K d:6M@6M+16 -d -a =128K"),
+    "a top that is a page smaller stays": (USUAL, "m:1M -m 4K-16 a:1M-16 b:1M-4K-16 -b -a =2M"),
+    "the blocks of a top are free one by one": (USUAL, RAISED + "a:6M b:6M c:6M -c -b =18M+4K d:6M@6M+16 -d -a =128K"),
     "trimming gives back holes, too": (USUAL, RAISED + "a:4M 2M -a =6M+4K trim =2M+4K"),
 }  # fmt: skip
 

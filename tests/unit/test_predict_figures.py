@@ -176,16 +176,11 @@ SHOWN: dict[str, tuple[int, Sequence[Prediction]]] = {
         ODD,
     ]),
     "the same in a wide terminal": (160, [foretold("streaming", device="cuda")]),
-    "a use, and several ranks": (80, [
-        foretold("baseline", use=replace(USE, host_anon_peak_bytes=25 * GIB), ranks=2),
-        foretold("sequential"),
-    ]),
-    "a checkpoint of another dtype": (80, [
-        replace(foretold("baseline"), checkpoint_dtype="bfloat16", reasons=(), model_bytes=None),
-    ]),
-    "two models": (80, [
-        foretold("streaming"), foretold("streaming", model=registry.model("gpt2-tiny")), ODD,
-    ]),
+    "a use, and several ranks": (
+        80, [foretold("baseline", use=replace(USE, host_anon_peak_bytes=25 * GIB), ranks=2), foretold("sequential")],
+    ),
+    "a checkpoint of another dtype": (80, [replace(foretold("baseline"), checkpoint_dtype="bfloat16", reasons=(), model_bytes=None)]),
+    "two models": (80, [foretold("streaming"), foretold("streaming", model=registry.model("gpt2-tiny")), ODD]),
 }  # fmt: skip
 
 
@@ -223,10 +218,8 @@ CANNOT = "weighin cannot predict "
         (replace(planned("baseline", format="gguf"), skip=""), f"{CANNOT}how baseline dequantises a GGUF file"),
         (planned("dcp_fsdp", ranks=2), f"{CANNOT}the memory of tensors that ranks send to each other"),
         (planned(options={"key": "model"}), f"{CANNOT}the load of a part of a training checkpoint"),
-        (planned(options={"disable_mmap": True}),
-         f"{CANNOT}which of the files' bytes disable_mmap keeps in memory"),
-        (planned(options={"offload_state_dict": True}),
-         f"{CANNOT}the memory of weights that are written to a folder and read back"),
+        (planned(options={"disable_mmap": True}), f"{CANNOT}which of the files' bytes disable_mmap keeps in memory"),
+        (planned(options={"offload_state_dict": True}), f"{CANNOT}the memory of weights that are written to a folder and read back"),
         (replace(planned(), skip="needs a GPU"), "needs a GPU"),
         (Planned(planned().cell, replace(registry.strategy("streaming"), packages=("zlib_ng>=2", "numpy", "anyio"))),
          f"{CANNOT}how anyio, zlib_ng reads files"),

@@ -100,9 +100,7 @@ def test_memory_of_the_gpu_is_the_allocators_and_results_are_where_their_inputs_
     assert cuda_bytes(ledger) == 0
 
 
-def test_page_locked_memory_is_rounded_up_to_a_power_of_two_and_used_again(
-    ledger: Ledger,
-) -> None:
+def test_page_locked_memory_is_rounded_up_to_a_power_of_two_and_used_again(ledger: Ledger) -> None:
     before = 0
     for nbytes, locked in {
         3 * MIB: 4 * MIB,

@@ -41,10 +41,8 @@ def test_records_are_sorted_by_strategy_and_layout(tmp_path: Path) -> None:
     (tmp_path / "no run").mkdir()
     found = find([tmp_path], WANTED)
     assert {key: len(one.ok_limits) for key, one in found.items()} == {
-        ("streaming", "pt"): 2,
-        ("streaming", "safetensors"): 1,
-        ("baseline", "pt"): 1,
-    }
+        ("streaming", "pt"): 2, ("streaming", "safetensors"): 1, ("baseline", "pt"): 1,
+    }  # fmt: skip
     assert find([tmp_path / "a"], WANTED).keys() == {("streaming", "pt"), ("baseline", "pt")}
 
 

@@ -39,16 +39,13 @@ DEEPSEEK = model("small-deepseek", {
     "{model.norm,lm_head}.weight": [50, 160],
 })  # fmt: skip
 KEPT = {
-    GPT_OSS.name: {
-        "model.layers.1.mlp.experts.down_proj_blocks": torch.uint8,
-        "model.layers.1.mlp.experts.down_proj_scales": torch.uint8,
-    },
+    GPT_OSS.name: {"model.layers.1.mlp.experts.down_proj_blocks": torch.uint8, "model.layers.1.mlp.experts.down_proj_scales": torch.uint8},
     DEEPSEEK.name: {
         "model.layers.1.mlp.experts.1.down_proj.weight": torch.float8_e4m3fn,
         "model.layers.1.mlp.experts.1.down_proj.weight_scale_inv": torch.float32,
         "model.layers.1.mlp.gate.e_score_correction_bias": torch.float32,
     },
-}
+}  # fmt: skip
 """Tensors of each model that keep their dtype in every load."""
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")

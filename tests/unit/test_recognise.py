@@ -192,11 +192,9 @@ FOLDERS: dict[str, dict[str, str]] = {
     "notes": {"notes.txt": ""},
 }  # fmt: skip
 FILES = {
-    "cut.gguf": b"GGUF\3\0\0\0",
-    "gguf.safetensors": b"GGUF\3\0\0\0",
-    "zip.gguf": b"PK\3\4",
+    "cut.gguf": b"GGUF\3\0\0\0", "gguf.safetensors": b"GGUF\3\0\0\0", "zip.gguf": b"PK\3\4",
     "nets.py": b"def build(): ...",
-}
+}  # fmt: skip
 
 
 def test_a_folder_or_a_file_says_what_it_is(

@@ -88,15 +88,10 @@ JUDGED = {
     "what an import takes is no copy of a tiny model": judged(TINY, GIB),
     "a GPU that is too small": judged(replace(HELD, cuda_reserved_bytes=2 * GIB), None, vram_bytes=GIB),
     "it lived under this limit: its median time": judged(
-        prediction("x", 2.0), 7 * GIB,
-        Evidence(ok_limits=[7 * GIB], anon_bytes=3 * GIB, ready_s={7 * GIB: [2.0, 9.0, 3.0]}),
+        prediction("x", 2.0), 7 * GIB, Evidence(ok_limits=[7 * GIB], anon_bytes=3 * GIB, ready_s={7 * GIB: [2.0, 9.0, 3.0]}),
     ),
-    "it died under a higher limit": judged(
-        prediction("x", 1.0), 6 * GIB, Evidence(killed_limits=[7 * GIB])
-    ),
-    "it died under a lower limit": judged(
-        prediction("x", 1.0), 8 * GIB, Evidence(killed_limits=[7 * GIB])
-    ),
+    "it died under a higher limit": judged(prediction("x", 1.0), 6 * GIB, Evidence(killed_limits=[7 * GIB])),
+    "it died under a lower limit": judged(prediction("x", 1.0), 8 * GIB, Evidence(killed_limits=[7 * GIB])),
     "measured more than predicted": judged(prediction("x", 1.0), 5 * GIB, lived(6.0)),
     "the same without the measurement": judged(prediction("x", 1.0), 5 * GIB),
     "a measured need has the room that a predicted one has": judged(

@@ -39,10 +39,8 @@ def test_every_action_is_pinned_to_one_commit_everywhere() -> None:
             assert match, f"{page.name}: {line}"
             commits.setdefault(match[1], set()).add(" ".join(match[2].split()))
     assert {name: len(found) for name, found in commits.items()} == {
-        "actions/checkout": 1,
-        "actions/setup-python": 1,
-        "actions/upload-artifact": 1,
-    }
+        "actions/checkout": 1, "actions/setup-python": 1, "actions/upload-artifact": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

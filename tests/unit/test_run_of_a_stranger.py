@@ -18,13 +18,9 @@ from weighin.run.measure import Measured
 
 EVIL = "\x1b]52;c;Y3Vyb\x07\x1b[2J\n::error::PWNED\n::stop-commands::zz\u202e"
 READERS = (
-    "report theirs",
-    "report theirs --format md,csv",
-    "check theirs --budget 'peak_rss <= 9 GiB' --all",
-    "compare theirs theirs",
-    "history .",
-    "bench --resume theirs",
-)
+    "report theirs", "report theirs --format md,csv", "check theirs --budget 'peak_rss <= 9 GiB' --all",
+    "compare theirs theirs", "history .", "bench --resume theirs",
+)  # fmt: skip
 
 
 @pytest.fixture

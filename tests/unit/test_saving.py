@@ -97,11 +97,8 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "shape": (with_mask(torch.arange(5.0)), OTHER),
     "dtype": (with_mask(torch.arange(4.0).double()), OTHER),
     "content": (lambda folder: (folder / "model.pt").write_bytes(b"no"), f"{UNREAD}/model.pt: "),
-    "another file": (
-        lambda folder: (folder / "more.txt").touch(),
-        f"{UNREAD}: no config.json and no index beside model.pt",
-    ),
-}
+    "another file": (lambda folder: (folder / "more.txt").touch(), f"{UNREAD}: no config.json and no index beside model.pt"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("harm", HARMS)

@@ -34,17 +34,7 @@ from weighin.records.series import (
     summarise,
 )
 from weighin.records.verdict import used_ns
-from weighin.result import (
-    Cost,
-    Faults,
-    Memory,
-    Outcome,
-    Peaks,
-    Phase,
-    Rank,
-    Result,
-    Use,
-)
+from weighin.result import Cost, Faults, Memory, Outcome, Peaks, Phase, Rank, Result, Use
 from weighin.show.findings import floor_label, slow_disks, survival, unreclaimable, uses
 from weighin.suite import registry
 from weighin.units import GIB, MIB

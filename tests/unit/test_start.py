@@ -79,17 +79,12 @@ def test_a_resumed_run_is_the_run_that_was_planned(here: Path) -> None:
 
 
 NAMES: list[tuple[str | list[str], str]] = [
-    ("gpt2-tiny", "gpt2-tiny"),
-    (["gpt2-tiny", "tied-tiny"], "gpt2-tiny-tied-tiny"),
-    ("my.nets:build", "my.nets_build"),
-    ("./tinyqwen/", "tinyqwen"),
-    ("{here}/tinyqwen", "tinyqwen"),
+    ("gpt2-tiny", "gpt2-tiny"), (["gpt2-tiny", "tied-tiny"], "gpt2-tiny-tied-tiny"),
+    ("my.nets:build", "my.nets_build"), ("./tinyqwen/", "tinyqwen"), ("{here}/tinyqwen", "tinyqwen"),
     ("from:tinyqwen/model.safetensors", "model.safetensors"),
-    ("from:{here}/my weights.pt", "my_weights.pt"),
-    ("tinyqwen/nets.py:build", "nets_build"),
-    ("{here}/tinyqwen/nets.py:build", "nets_build"),
-    ("acme/tiny", "acme_tiny"),
-]
+    ("from:{here}/my weights.pt", "my_weights.pt"), ("tinyqwen/nets.py:build", "nets_build"),
+    ("{here}/tinyqwen/nets.py:build", "nets_build"), ("acme/tiny", "acme_tiny"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("models", "name"), NAMES, ids=[name for _, name in NAMES])

@@ -8,16 +8,7 @@ from factories import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weighin.units import (
-    GIB,
-    KIB,
-    MIB,
-    TIB,
-    format_bytes,
-    parse_bytes,
-    parse_rate,
-    parse_seconds,
-)
+from weighin.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes, parse_rate, parse_seconds
 
 Parser = Callable[[str], int]
 SIZES = st.integers(min_value=1, max_value=2**63)
@@ -43,9 +34,7 @@ WRONG: dict[Parser, tuple[list[str], str]] = {
     parse_seconds: (
         ["", "s", "2", "2 h", "-1 s", "1e3 s", "two s", f"{'9' * 309}.0 s"],
         "cannot read {!r} as a duration\nwrite a duration such as 2.5 s, 150 ms or 3 min"),
-    parse_rate: (
-        ["fast", "xx/s", "/s"],
-        "cannot read {!r} as a rate\nwrite a rate such as 200MB/s, 1.5GB/s or 100MiB/s"),
+    parse_rate: (["fast", "xx/s", "/s"], "cannot read {!r} as a rate\nwrite a rate such as 200MB/s, 1.5GB/s or 100MiB/s"),
 }  # fmt: skip
 
 

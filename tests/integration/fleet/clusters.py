@@ -19,10 +19,8 @@ def cluster(folder: Path, cache: Path) -> Iterator[Nodes]:
     from ray.cluster_utils import Cluster
 
     head = {
-        "num_cpus": 0,
-        "object_store_memory": _OBJECT_STORE_BYTES,
-        "include_dashboard": False,
-    }
+        "num_cpus": 0, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False,
+    }  # fmt: skip
     started = Cluster(initialize_head=True, head_node_args=head)
     try:
         yield Nodes(started, folder, cache)
