@@ -4,6 +4,7 @@
 those of a run of configs/suites/notebook.yaml.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -23,12 +24,16 @@ from weighin.text import markdown as escaped
 from weighin.units import GIB
 
 ABOUT: Final = (
-    "GPU: the exact peak of allocated bytes. Host: the notebook sampled RSS every 0.1 s in one process"
-    " for all methods; weighin's peak RSS is the kernel's, of a new process for each method."
+    "GPU: the exact peak of allocated bytes. Host: the notebook sampled RSS every 0.1 s in one process for"
+    " all methods; weighin's is a peak of the kernel's, in a new process for each."
 )
+_USUAL: Final = re.compile(
+    r"device cuda|no RAM limit|float32|cold page cache|x86_64|Intel.*|Linux .*|cgroup v2"
+)
+"""What the caption leaves out: the page says it, or it is so in all runs."""
 _HEADINGS: Final = (
     "method", "strategy", "GPU published GB", "measured GiB", "predicted GiB", "host published GB",
-    "host: peak RSS above import GiB", "anonymous (sampled) GiB",
+    "peak RSS above import GiB", "anonymous (sampled) GiB",
 )  # fmt: skip
 
 
@@ -56,7 +61,8 @@ def markdown_notebook(results: Sequence[Result]) -> str:
         host = (scaled(method["host_gib"], 1, 1), *(scaled(size, GIB, 3) for size in host_bytes))
         label = name + (f", phase {phase}" if phase else "")
         rows.append([method["method"], label, published, *gpu, *host])
-    caption = escaped(words.shared(Measured(results)))
+    shared = words.shared(Measured(results)).split(" · ")
+    caption = escaped(" · ".join(one for one in shared if not _USUAL.fullmatch(one)))
     return f"{Table.of(_HEADINGS, rows, names=2).markdown()}\n\n{ABOUT}\n\n{caption}"
 
 

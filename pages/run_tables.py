@@ -27,10 +27,7 @@ _USUAL: Final = re.compile(
     r"device cpu|no RAM limit|float32|cold page cache|x86_64|AMD EPYC|Linux .*|cgroup v1|torch .*|saving"
 )
 """What a caption leaves out: the pages say it once of all runs."""
-CHECKED: Final = (
-    "run", "code", "series", "largest difference of anonymous MiB", "strategy",
-    "largest difference of floors MiB", "strategy",
-)  # fmt: skip
+CHECKED: Final = ("run", "series", "anonymous MiB", "strategy", "floor MiB", "strategy")
 
 
 def caption(run: Measured) -> str:
@@ -68,7 +65,7 @@ def markdown_checked(runs: Mapping[Path, Sequence[Result]]) -> str:
             and floor.bytes is not None
             and Verdict.THRASHES not in floor.below  # only a time could predict such a floor
         ]
-        row = [run.name, words.code(results), str(len(series))]
+        row = [run.name, str(len(series))]
         for each in (anonymous, apart):
             size, strategy = max(each, default=(None, _MISSING))
             row += [scaled(size, MIB, 0), strategy]
