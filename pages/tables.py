@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal, get_args, get_origin
+from typing import Final
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -37,7 +37,15 @@ from pages.notebook import markdown_notebook
 from weighin.records import run_folder
 from weighin.records.series import Measured
 from weighin.result import Result
-from weighin.settings.definition import COMMANDS, KEYS, MODELS, Settings, SuiteCommand, SuiteModel
+from weighin.settings.definition import (
+    COMMANDS,
+    KEYS,
+    MODELS,
+    Option,
+    Settings,
+    SuiteCommand,
+    SuiteModel,
+)
 from weighin.settings.yaml_file import read_mapping
 from weighin.show import findings, report, style, words
 from weighin.show.plots import pictures
@@ -53,14 +61,11 @@ _KEYS: Final = re.compile(r"(<!-- keys of a ([\w ]+) -->\n).*?<!-- end -->", re.
 _PICTURE: Final = re.compile(r"results/published/(?P<run>[\w.-]+)/(?P<name>[\w-]+)\.svg")
 _KINDS: Final[dict[str, tuple[type[BaseModel], Iterable[str]]]] = {
     "suite": (Settings, KEYS[MODELS]),
-    "model": (SuiteModel, SuiteModel.model_fields),
+    "model": (SuiteModel, [key for key in SuiteModel.model_fields if key not in KEYS[MODELS]]),
     "suite of commands": (Settings, [key for key in KEYS[COMMANDS] if key not in KEYS[MODELS]]),
     "command": (SuiteCommand, SuiteCommand.model_fields),
 }
 _DEFAULTS: Final = {
-    ("suite", "models"): "required",
-    ("suite", "strategies"): "six strategies",
-    ("suite", "timeout_s"): "`600`",
     ("suite of commands", "commands"): "required",
 }
 """The defaults that depend on other keys."""
@@ -165,23 +170,41 @@ def fill(page: str, root: Path) -> str:
 
 
 def keys_of(name: str) -> str:
-    """Return the keys of a mapping as a Markdown table, with their defaults and meanings."""
+    """Return the keys of a mapping: a table with their defaults and meanings, and a line of those in the help.
+
+    The keys of a model are those that a suite does not have itself.
+    """
     kind, keys = _KINDS[name]
-    lines = ["| key | default | meaning |", "|---|---|---|"]
+    verb = "bench" if name == "suite" else "run"
+    lines, told = ["| key (default) | meaning |", "|---|---|"], []
     for key in keys:
         field = kind.model_fields[key]
-        meaning = field.description or ""
-        if get_origin(field.annotation) is Literal:
-            meaning += f" One of {', '.join(f'`{choice}`' for choice in get_args(field.annotation))}."  # fmt: skip
-        meaning = meaning.replace("|", "\\|")
-        lines.append(f"| `{key}` | {_DEFAULTS.get((name, key)) or _default(field)} | {meaning} |")
+        if names := _options(key, field, verb):
+            told.append(
+                f"`{key}`" if f"--{key.replace('_', '-')}" in names else f"`{key}` (`{names[0]}`)"
+            )
+            continue
+        meaning = (field.description or "").replace("|", "\\|")
+        default = _DEFAULTS[name, key] if (name, key) in _DEFAULTS else _default(field)
+        lines.append(f"| `{key}`{default and f' ({default})'} | {meaning} |")
+    if told:
+        lines += ["", f"`weighin {verb} --help` explains these: {', '.join(told)}."]
     return "\n".join(lines)
+
+
+def _options(key: str, field: FieldInfo, verb: str) -> Sequence[str]:
+    """Return the names of a key's option, as in ``--use``; empty if the verb has none."""
+    for one in field.metadata:
+        if isinstance(one, Option) and verb in one.verbs.split():
+            names = one.names or (f"--{key.replace('_', '-')}",)
+            return [name.partition("/")[0] for name in names]
+    return ()
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    return f"`{_yaml(field.default)}`" if field.default not in ("", [], {}, [{}], None) else "none"
+    return f"`{_yaml(field.default)}`" if field.default not in ("", [], {}, (), [{}], None) else ""
 
 
 def _yaml(value: object) -> str:

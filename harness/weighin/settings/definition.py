@@ -250,7 +250,7 @@ class SuiteCommand(Strict):
     """One command of a suite, or the command of a command line."""
 
     name: Annotated[_Label, Option(HOW, "run floor", "NAME")]
-    """What the command is called in reports and baselines. Each command has its own name."""
+    """The command's own name in reports and baselines."""
     command: Annotated[
         list[_Word],
         BeforeValidator(
@@ -258,7 +258,7 @@ class SuiteCommand(Strict):
         ),
         Field(min_length=1),
     ]
-    """The program and its arguments: a list of words, without a shell's quotes, or one text that is split as a shell splits it."""
+    """The program and its arguments: a list of words, or one text that is split as a shell splits it."""
     cold: Annotated[_Several[str], Option(HOW, "run floor", "PATH", is_repeatable=True)] = []
     """Drop this file or folder from the page cache before each start: else the pages that another program read before are missing in the figures."""
     marks: Annotated[_Several[_Pattern], Option(HOW, "run", "REGEX", ("--mark",), True)] = []
@@ -275,9 +275,9 @@ class Model(Strict):
     models: Annotated[
         _Named[SuiteModel], Option(WHAT, f"{_LOADS} inspect", "NAME", ("--model",))
     ] = []
-    """The model: a name of `weighin list models`, a path, from:CHECKPOINT (no code is needed), or the function that builds it: package.module:function, path/nets.py:function. A suite may list several, also as mappings with the keys of a model."""
+    """The model: a name of `weighin list models`, a path, from:CHECKPOINT (needs no code), or the function that builds it: package.module:function, path/nets.py:function. A suite may list several."""
     checkpoint: Annotated[_Path | None, Option(WHAT, _LOADS, "PATH")] = None
-    """Your own weights, a file or folder. Without them, weighin generates random weights."""
+    """Your own weights, a file or folder. Default: random weights."""
     key: Annotated[str, Option(WHAT, f"{_LOADS} inspect convert", "KEY")] = ""
     """Where a training checkpoint holds the model's weights: model, or state.net."""
     adapter: Annotated[str, Option(WHAT, "bench floor predict recommend convert", "FOLDER")] = ""
@@ -287,13 +287,13 @@ class Model(Strict):
     kwargs: dict[str, Any] = {}
     """Arguments of the function that builds the model: `--set kwargs.width=64`."""
     strip_prefix: str = ""
-    """What each name in the checkpoint has before the model's name: `module.` of DistributedDataParallel, `_orig_mod.` of torch.compile."""
+    """What stands before each name in the checkpoint: `module.` (DistributedDataParallel), `_orig_mod.` (torch.compile)."""
     variant: str = ""
     """The variant of a Hugging Face folder's weights: `fp16` loads model.fp16.safetensors."""
     model_class: str = ""
     """The class of transformers that loads a Hugging Face folder. Default: that in config.json, or AutoModel's choice."""
     revision: str = ""
-    """The branch, tag or commit of a model in the cache of the Hugging Face Hub. Default: main."""
+    """The branch, tag or commit of a model in the Hugging Face Hub's cache. Default: main."""
 
 
 class Command(Strict):
@@ -334,13 +334,13 @@ class Load(Strict):
     dtype: Annotated[_Dtype, Option(WHAT, _LOADS, "DTYPE")] = "auto"
     """The loaded model's dtype: float32, bfloat16, float16, or auto, that of a Hugging Face folder's config.json, else float32."""
     cache: Annotated[Literal["cold", "warm"], Option(HOW, "bench", "STATE")] = "cold"
-    """Whether the checkpoint is out of the page cache when the load begins (cold), or was read just before (warm)."""
+    """Whether the checkpoint is evicted from the page cache before the load (cold), or read into it (warm)."""
     format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: what each strategy reads."""
     passes: Annotated[int, Field(ge=1)] = 1
-    """The number of forward passes of the use forward: each reads a mapped model that is larger than the limit again."""
+    """Forward passes of the use forward: each reads a mapped model again that is larger than the limit."""
     uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
-    """What the model is used for after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
+    """What happens after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
     ranks: Annotated[_Some[Annotated[int, Field(ge=1, le=64)]], Option(HOW, _LOADS, "NUMBERS")] = [
         1
     ]
@@ -360,14 +360,14 @@ class Load(Strict):
     steady: bool = False
     """Write to free memory before each load, so that times vary less in virtual machines."""
     jobs: Annotated[int, Field(ge=1, exclude=True)] = 1
-    """How many cells are measured at once on this machine, if only memory matters and not time. Their RAM limits must fit together."""
+    """Cells measured at once on this machine, if only memory matters. Their RAM limits must fit together."""
 
 
 class Measure(Strict):
     """How each cell is limited, measured and repeated."""
 
     ram: Annotated[_Limits, Option(LIMITS, "bench run recommend", "SIZES")] = [None]
-    """RAM limits: 8g, 6500m, none. Several, as in 8g,4g, are measured one after the other."""
+    """RAM limits, measured one after the other: 8g,6500m,none."""
     isolation: Annotated[
         Literal["auto", "docker", "cgroup", "process"], Option(LIMITS, _MEASURED, "NAME")
     ] = "auto"
@@ -387,15 +387,15 @@ class Measure(Strict):
         BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value),
         Option(HOW, "bench run", "NAME"),
     ] = {}
-    """Where to measure: local, on this machine, or ray, on the nodes of a Ray cluster that have the resource weighin_slot."""
+    """Where to measure: local, on this machine, or ray, on a Ray cluster's nodes with the resource weighin_slot."""
     address: Annotated[str, Field(exclude=True)] = ""
-    """With the engine ray, the cluster's address, HOST:PORT. Default: auto, the cluster of this machine."""
+    """With the engine ray, the cluster's HOST:PORT. Default: auto, this machine's cluster."""
     labels: Annotated[dict[str, str], Field(exclude=True)] = {}
-    """With the engine ray, the labels that a node must have: `ray.io/accelerator-type=H100`."""
+    """With the engine ray, labels that a node must have: `ray.io/accelerator-type=H100`."""
     shard: _Shard = ""
     """The part of the cells that this run measures: 2/8 is every eighth, beginning with the second."""
     wait: Annotated[bool, Field(exclude=True)] = False
-    """If another run is measuring on this machine, wait for its end instead of ending with code 4."""
+    """While another run measures on this machine, wait instead of ending with code 4."""
 
 
 _ONLY_OF_LOADS: Final[dict[str, object]] = {
