@@ -72,7 +72,7 @@ _DEFAULTS: Final = {
 
 
 _SECOND: Final = frozenset({
-    "import", "above import", "cgroup peak", "one step below", "at 1.1x ready", "sum of peak RSS",
+    "import", "import transformers", "above import", "cgroup peak", "one step below", "at 1.1x ready", "sum of peak RSS",
     "unreclaimable (sampled)", "exit code", "shared (sampled)", "above the model", "written",
 })  # fmt: skip
 """The columns that decide nothing, which only a run's own report has."""
