@@ -122,7 +122,7 @@ def compare(_: click.Context, typed: dict[str, Any]) -> None:
         "Write the peaks of a run to a new baseline": "weighin check results/RUN --baseline baseline.json --update",
         "Fail if a peak grew beyond the baseline": "weighin check results/RUN --baseline baseline.json",
         "Fail if the strategy streaming needs more than 2 GiB of anonymous memory": 'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
-        "Check a budget for each strategy, and expect that the strategy baseline ends with a time-out": 'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=timeout',
+        "Check a budget for each strategy, and accept that the one named baseline times out": 'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=timeout',
         "Check in a GitHub workflow, and write the findings to a file as well": "weighin check results/RUN --baseline baseline.json --github --json c.json",
     },
     codes=True,

@@ -232,7 +232,9 @@ class Driver:
         """Write a cell's samples before its record, so that a record always has its samples."""
         for name, content in files.items():
             if name not in run_folder.paths_of(cell):
-                raise RecordError(f"a node sent the file {name!r}, which no record names")
+                raise RecordError(
+                    f"for {cell.id}, a node sent the file {name!r}, which is none of its sample files"
+                )
             path = self._task.folder / name
             with run_folder.writing(path, f"; the measurement of {cell.id} is lost"):
                 no_link(path, self._task.folder)

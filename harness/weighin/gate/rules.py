@@ -111,7 +111,7 @@ class Rules:
             if not name or policy not in get_args(Policy):
                 raise ConfigError(
                     f"cannot read --setting {text!r}",
-                    "write what a setting that differs means: --setting kernel=ignore, =warn or =fail",
+                    "say what a difference does: --setting kernel=ignore, kernel=warn or kernel=fail",
                 )
             policies[name] = policy  # type: ignore[assignment]
         policies |= {name: one for name, one in self.policies.items() if name not in policies}

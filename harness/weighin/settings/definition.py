@@ -250,7 +250,7 @@ class SuiteCommand(Strict):
     """One command of a suite, or the command of a command line."""
 
     name: Annotated[_Label, Option(HOW, "run floor", "NAME")]
-    """The command's own name in reports and baselines."""
+    """What the command is called in reports and baselines; in a suite, no two may share it."""
     command: Annotated[
         list[_Word],
         BeforeValidator(

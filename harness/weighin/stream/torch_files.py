@@ -149,7 +149,9 @@ class _Window:
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         at += {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
         if at < 0:
-            raise OSError("the directory lies outside the archive")
+            raise OSError(
+                "its table of contents (zip's central directory) lies outside the archive"
+            )
         self._at = at
         return at
 

@@ -80,7 +80,7 @@ def choose(settings: Settings) -> ChosenModels:
         what = "each model has one of its own" if several else "none is given"
         raise ConfigError(
             f"key and strip_prefix select weights in your own checkpoint, but {what}",
-            "add --checkpoint PATH (checkpoint: PATH of a suite's model), or leave them out",
+            "add --checkpoint PATH (in a suite, the model's checkpoint: PATH), or leave key and strip_prefix out",
         )
     python_path: tuple[str, ...] = ()
     # A folder on the path may hide any module.

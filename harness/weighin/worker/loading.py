@@ -145,7 +145,7 @@ def example_inputs(
 
 def settle_math() -> None:
     """Call MKL's vector functions on one thread, so that MKL selects its kernels there. If two threads make the
-    first calls, a part of the result may be of another kernel: 1 of 100 tables of rotary cosines was wrong by 1.5e-4.
+    first calls, MKL may compute parts of one result by different routines: 1 of 100 tables of rotary cosines was wrong by 1.5e-4.
     """
     for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh):
         function(torch.ones(8))
