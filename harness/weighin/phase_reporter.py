@@ -144,7 +144,7 @@ class Reporter:
             self._tell(begun[1])
 
     def _tell(self, number: int, name: str | None = None) -> None:
-        """Send what this process reads of itself; at the begin of a phase, with a ``name``, reset the mark."""
+        """Send this process's memory. A ``name`` says that a phase begins: the high-water mark is reset, too."""
         if self._is_off:
             return
         if not self._lock.acquire(timeout=PATIENCE_S):

@@ -46,7 +46,7 @@ def test_the_folders_of_pythonpath_that_exist_come_last(
 
 
 NO_MODULE = (
-    "is no name for a module of yours\n"
+    "cannot be the name of a module of yours\n"
     "rename it, for example to nets.py: letters, digits and underscores, and no module's name of"
     " Python or weighin"
 )

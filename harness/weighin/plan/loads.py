@@ -194,7 +194,7 @@ def _of_this_run(
     if each.selection != selection or each.cell.format != own:
         options = " ".join(each.selection.options)
         raise ConfigError(
-            f"with its option {options}, strategy {each.cell.strategy} reads your checkpoint itself",
+            f"with its option {options}, strategy {each.cell.strategy} reads your own file, and not a copy that weighin makes",
             f"give the run the same part and format: --checkpoint PATH {options}, without --format",
         )
     return each

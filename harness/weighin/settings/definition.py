@@ -336,7 +336,7 @@ class Load(Strict):
     cache: Annotated[Literal["cold", "warm"], Option(HOW, "bench", "STATE")] = "cold"
     """Whether the checkpoint is evicted from the page cache before the load (cold), or read into it (warm)."""
     format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
-    """Formats of the checkpoint: pt, safetensors, sharded ... Default: what each strategy reads."""
+    """Formats of the checkpoint: pt, safetensors, sharded ... Default: that of your checkpoint if the strategy reads it, else the first that the strategy reads."""
     passes: Annotated[int, Field(ge=1)] = 1
     """Forward passes of the use forward: each reads a mapped model again that is larger than the limit."""
     uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
@@ -350,7 +350,7 @@ class Load(Strict):
     disk_latency: Annotated[_Latencies, Option(LIMITS, "recommend", "TIMES")] = [None]
     """How much later the checkpoint's disk answers each request: 1ms,none. It needs FUSE and weighin[disk]."""
     vram: Annotated[_Limits, Option(LIMITS, "recommend", "SIZES")] = [None]
-    """Limits of GPU memory without the CUDA context's own: 8g,none."""
+    """Limits of GPU memory, in which the CUDA context is not counted: 8g,none."""
     environment: _Some[_Environment] = [{}]
     """Environment variables of the load: `--set environment.MALLOC_ARENA_MAX=1`. A list measures each entry."""
     seed: int = 0

@@ -96,7 +96,7 @@ def load_streaming(
     tensor in place that already has the wanted device and dtype. Weights that the model ties are read
     once, and stay tied; as for ``load_state_dict``, the checkpoint must have each of their names.
 
-    The checkpoint has the model's own names. A Hugging Face folder, whose library renames and converts
+    The tensors in the checkpoint must have the names that the model gives them. A Hugging Face folder, whose library renames and converts
     tensors, is loaded by ``load_pretrained``.
 
     Args:
@@ -152,7 +152,7 @@ def load_streaming(
 def _record(
     model: nn.Module, slices: Checkpoint, values: dict[str, Any], log: WriteLog, path: Path
 ) -> None:
-    """Record the copies that ``load_state_dict`` makes from the ``slices``, and ``values`` that are no tensors."""
+    """Record the copies that ``load_state_dict`` makes of ``slices``; it also gets ``values``, which are no tensors."""
     if encoded := next((one for one in slices if one.encoding), None):
         raise CheckpointError(
             f"{encoded.file}: {plain(encoded.name)} is quantised to {encoded.encoding}, which"

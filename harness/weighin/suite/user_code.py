@@ -42,7 +42,7 @@ def of_file(name: str) -> tuple[str, Path]:
         parts.pop()
     if wrong := [part for part in parts if not part.isidentifier()] or [*{parts[0]} & _TAKEN]:
         raise ConfigError(
-            f"--model {name}: {wrong[0]!r} is no name for a module of yours",
+            f"--model {name}: {wrong[0]!r} cannot be the name of a module of yours",
             "rename it, for example to nets.py: letters, digits and underscores, and no module's name"
             " of Python or weighin",
         )
