@@ -419,7 +419,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return entry
 
 
-@pytest.mark.parametrize("revision", ["", "v1.0", "refs/pr/1", "a" * 40])
+@pytest.mark.parametrize("revision", ["", "v1.0", *nightly("refs/pr/1", "a" * 40)])
 def test_a_revision_of_a_model_in_the_cache(hub: Path, revision: str) -> None:
     commit = REVISIONS[revision or "main"] if revision in {"", *REVISIONS} else "a"
     snapshot = hub / "snapshots" / (commit * 40)
