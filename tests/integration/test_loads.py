@@ -77,7 +77,9 @@ def test_only_the_strategy_that_changes_the_checkpoint_fails(command: CommandLin
 
 def test_a_run_leaves_bytecode_also_where_python_leaves_none(command: CommandLine) -> None:
     """No worker compiles our code on a strategy's clock."""
-    compiled = Path(cache_from_source(str(ROOT / "harness" / "weighin" / "stream" / "model.py")))
+    compiled = Path(
+        cache_from_source(str(ROOT / "harness" / "weighin" / "stream" / "load_streaming.py"))
+    )
     compiled.unlink(missing_ok=True)
     bench = "bench gpt2-tiny -s baseline --isolation process"
     ended = command.run(bench, PYTHONDONTWRITEBYTECODE="1")
