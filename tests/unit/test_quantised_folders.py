@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -70,6 +71,19 @@ def cells_of(folder: Path, *strategies: str, operation: Any = "load") -> list[Pl
     ]
     spec = registry.model(str(folder))
     return planned((spec,), pairs, operation=operation, own_formats={spec.title: "safetensors"})
+
+
+@pytest.mark.parametrize("name", ["fp8", "gptq"])
+def test_neither_a_builder_nor_a_module_nor_a_file_alone_takes_codes(make: Make, name: str) -> None:
+    words, folder = "mean something only with their scales", make(name)
+    for model in (
+        partial(plain_model, "fp8"),
+        torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)}),
+    ):
+        assert words in refused(load_streaming, model, folder)
+    file, spec = folder / "model.safetensors", registry.model("gpt2-tiny")
+    assert words in refused(registry.model, str(file))
+    assert words in refused(index, spec, checkpoint=file, fmt="safetensors", folder=folder)
 
 
 def test_a_model_that_has_the_scales_takes_codes_as_they_are(tmp_path: Path) -> None:
@@ -212,6 +226,10 @@ def test_a_conversion_copies_codes_as_they_are_or_refuses(
     for key, value in stored.items():
         assert value.dtype == copied[key].dtype
         assert torch.equal(value, copied[key])
+    code, text = run("convert", folder, tmp_path / "cast.safetensors", "--dtype", "bf16")
+    assert code == 2
+    assert "a conversion to another dtype would make useless" in text
+    assert not (tmp_path / "cast.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["mxfp4", *nightly("fp8")])
