@@ -8,12 +8,16 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harms import complaint
+from hypothesis import given
+from hypothesis import strategies as st
 from state_files import assert_same, read_state
 from training_runs import Model, classes, small_model, write_universal, write_zero
 
@@ -21,7 +25,7 @@ from weighin.errors import CheckpointError, HarnessError
 from weighin.stream import formats
 from weighin.stream.pretrained_library import Selection
 from weighin.stream.slices import Slice
-from weighin.stream.zero import laid_out
+from weighin.stream.zero import boxes, laid_out
 
 FIRST = "mp_rank_00_model_states.pt"
 
@@ -34,6 +38,24 @@ def model() -> Model:
 
 def refusal(path: Path) -> str:
     return str(complaint(formats.read, path))
+
+
+@given(
+    st.lists(st.integers(1, 5), max_size=4).map(tuple), st.lists(st.integers(0, 700), max_size=4)
+)
+def test_boxes_of_all_ranges_are_the_whole_tensor_in_order(
+    shape: tuple[int, ...], cuts: list[int]
+) -> None:
+    numbers = torch.arange(prod(shape)).reshape(shape)
+    ends = sorted({0, prod(shape), *(cut for cut in cuts if cut < prod(shape))})
+    found = []
+    for first, last in pairwise(ends):
+        of_range = list(boxes(shape, first, last))
+        assert len(of_range) <= max(1, 2 * len(shape) - 1)
+        for start, size in of_range:
+            place = tuple(slice(at, at + count) for at, count in zip(start, size, strict=True))
+            found.append(numbers[place].flatten())
+    assert torch.equal(torch.cat(found), numbers.flatten())
 
 
 def test_flat_tensors_that_are_too_short_are_refused(tmp_path: Path) -> None:
@@ -119,6 +141,9 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another run's rank": (lambda step: copied(step, share(2)), f"{TWO_RUNS} {share(2)}\n"),
     "two runs in a folder": (lambda step: copied(step, share(1)[5:]), f"{TWO_RUNS} {share(1)}, {share(1)[5:]}\n"),
     "model states of two runs": (lambda step: empty(step, FIRST, f"zero_pp_rank_0_{FIRST}"), f"{TWO_RUNS} {FIRST}, zero_pp_rank_0_{FIRST}\n"),
+    "no model states": (lambda step: list(map(Path.unlink, step.glob("*_model_states.pt"))), "files of some ranks are missing: "),
+    "tensor parallelism of ZeRO 3": (lambda step: empty(step, "zero_pp_rank_0_mp_rank_01_optim_states.pt"), "(tensor parallelism), and the files do not say along which dimension: zero_pp_rank_0"),
+    "experts' optimizer": (lambda step: empty(step, "expp_rank_0_mp_rank_00_optim_states.pt"), "(expert parallelism): expp_rank_0"),
     "an impossible number of ranks": (lambda step: change_share(step, 0, lambda _: 0, "partition_count"), f"{share(0)}: the number of ranks is impossible"),
     "a partition of two dimensions": (lambda step: change_share(step, 1, lambda flat: flat.view(1, -1)), NOT_FLAT),
     "a partition of another dtype": (lambda step: change_share(step, 1, lambda flat: flat.double()), NOT_FLAT),
@@ -168,7 +193,8 @@ def test_a_universal_checkpoint_needs_every_weight_and_its_shape(
         needs = "a flat tensor of 105 elements, whose shape is in no *_model_states.pt"
         assert needs in refusal(step)
     else:
-        assert read_state(step).keys() == model.trained.keys()
+        found, wanted = read_state(step), model.trained
+        assert_same(dict(sorted(found.items())), dict(sorted(wanted.items())))
 
 
 @pytest.mark.parametrize("tag", ["../elsewhere", "/etc", ".", "", "a\0b"])
