@@ -62,9 +62,14 @@ SCRIPTS: dict[str, Script] = {
 }  # fmt: skip
 
 
-def refused(act: Callable[..., object], *arguments: Any, **options: Any) -> str:
+def refused(
+    act: Callable[..., object],
+    *arguments: Any,
+    kind: type[HarnessError] = HarnessError,
+    **options: Any,
+) -> str:
     """Return what a user is told by a call that weighin refuses: the message, and the repair below."""
-    with pytest.raises(HarnessError) as caught:
+    with pytest.raises(kind) as caught:
         act(*arguments, **options)
     return str(caught.value)
 

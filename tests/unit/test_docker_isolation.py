@@ -1,5 +1,6 @@
 """What an engine is asked for each container, and what becomes of engines that are refused."""
 
+import gc
 import json
 import os
 import signal
@@ -75,7 +76,11 @@ def shown(engine: RecordedEngine, folder: Path) -> str:
     body = {name: value for name, value in request.body.items() if value} | request.query
     for name in ("AttachStdin", "AttachStdout", "AttachStderr"):  # by the SDK
         del body[name]
-    host = body["HostConfig"] = {name: value for name, value in body["HostConfig"].items() if value}
+    host = body["HostConfig"] = {
+        name: value
+        for name, value in body["HostConfig"].items()
+        if value or (name, value) == ("MemorySwappiness", 0)
+    }
     mounts = host.pop("Mounts")
     assert {mount["Type"] for mount in mounts} == {"bind"}
     host["Mounts"] = {
@@ -93,6 +98,7 @@ def shown(engine: RecordedEngine, folder: Path) -> str:
 
 WORKERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "worker": ({}, {}),
+    "worker of the usual lock": ({}, {}),
     # The limit is set when the container and the worker's shell have started.
     "limit on v1": ({"ram_limit_bytes": 64 * MIB}, {"CgroupVersion": "1"}),
     "limit on v2": ({"ram_limit_bytes": 64 * MIB}, {"CgroupVersion": "2"}),
@@ -113,6 +119,8 @@ def test_what_an_engine_creates_for_a_worker(
 ) -> None:
     fields, info = WORKERS[name]
     engine.has("GET /info", **info)
+    if name == "worker of the usual lock":
+        monkeypatch.delenv(LOCK_VARIABLE)
     files = {"/dev": [Path("/dev/null")]}
     monkeypatch.setattr(Path, "glob", lambda path, _: files.get(str(path), []))
     cell = replace(JOB.cell, isolation="docker", **fields)
@@ -258,7 +266,7 @@ def unreachable(error: Exception, address: str = "unix:///var/run/docker.sock") 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DOCKER_HOST", address)
         patch.setattr(socket.socket, "connect", raising(error))
-        return refused(DockerIsolation().check)
+        return refused(DockerIsolation().check, kind=IsolationUnavailable)
 
 
 def test_what_is_said_of_an_engine_that_cannot_be_used(same: Compare, tmp_path: Path) -> None:
@@ -276,9 +284,9 @@ def test_what_is_said_of_an_engine_that_cannot_be_used(same: Compare, tmp_path: 
         unreachable(PermissionError(13, "Permission denied")),
         unreachable(ConnectionRefusedError(111, "Connection refused")),
         unreachable(DockerException("Install paramiko package to enable ssh:// support\nmore")),
-        refused(explained("run a container")(raising(memory))),
-        refused(explained("describe an image")(raising(image))),
-        refused(remove, client, "weighin-1"),
+        refused(explained("run a container")(raising(memory)), kind=IsolationUnavailable),
+        refused(explained("describe an image")(raising(image)), kind=IsolationUnavailable),
+        refused(remove, client, "weighin-1", kind=IsolationUnavailable),
     ]
     same("docker/unusable.txt", "\n\n".join(texts) + "\n")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(IsolationUnavailable) as caught:
@@ -325,7 +333,7 @@ def test_the_containers_of_dead_runs_on_this_machine_are_removed(
 
 def test_containers_that_the_engine_does_not_list_are_an_error(engine: RecordedEngine) -> None:
     engine.says("GET /containers/json", Answer(500, {"message": "out of order"}))
-    told = refused(DockerIsolation().remove_stale)
+    told = refused(DockerIsolation().remove_stale, kind=IsolationUnavailable)
     assert "could not list the containers: out of order" in told
 
 
@@ -440,6 +448,8 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 
 def test_a_pump_that_never_began_leaves_no_descriptor() -> None:
+    gc.collect()
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
     with Path(os.devnull).open("r+b") as nothing:
         with closing(Wires(*[nothing.fileno()] * 3)) as wires:
             own = [file for file in (*wires.pump.files, wires.pump._over) if file is not None]
@@ -447,6 +457,7 @@ def test_a_pump_that_never_began_leaves_no_descriptor() -> None:
         for file in own:
             with pytest.raises(OSError, match="Bad file descriptor"):
                 os.fstat(file)
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
 
 def test_a_terminal_that_is_closed_is_as_it_was(terminal: tuple[int, int]) -> None:
