@@ -51,6 +51,23 @@ def test_code_is_refused_unless_it_is_trusted(folder: Path, tmp_path: Path) -> N
     assert not (tmp_path / "modules").exists()
 
 
+@pytest.mark.parametrize("chosen", ["", "AutoModel"])
+def test_code_beside_a_class_of_transformers_needs_no_trust(tmp_path: Path, chosen: str) -> None:
+    from transformers import BertConfig, BertModel
+
+    wanted = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    wanted.save_pretrained(path := tmp_path / "model")
+    (path / "modeling_mine.py").write_text("raise SystemExit('this code must not run')\n")
+    config = json.loads((path / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "modeling_mine.BertModel"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert type(load_pretrained(path, model_class=chosen)).__name__ == "BertModel"
+    assert "code" not in registry.model(str(path)).kwargs
+    part = registry.model(str(path), choice=FolderChoice(model_class="BertEncoder")).kwargs
+    assert (part["architecture"], "code" in part) == ("BertEncoder", False)
+    assert registry.model(str(path), choice=TRUSTED).kwargs["code"]["folder"] == str(path)
+
+
 def test_a_trusted_folder_loads_as_from_pretrained_loads_it(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
