@@ -45,7 +45,7 @@ def tied_state() -> dict[str, torch.Tensor]:
 
 
 def write(fmt: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
-    path = formats.checkpoint_in(folder, fmt)
+    path = formats.checkpoint_in(folder, "pt" if fmt == "pt_legacy" else fmt)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_state(path, fmt, state)
     return path
@@ -73,16 +73,20 @@ def test_what_is_written_is_read_and_always_the_same_bytes(tmp_path: Path, fmt: 
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [*pairwise((*formats.NAMES, formats.NAMES[0]))], ids=" to ".join
+    ("one", "other"),
+    [*pairwise((*formats.NAMES, formats.NAMES[0])), ("pt_legacy", "per_param")],
 )
 def test_every_layout_becomes_another(tmp_path: Path, one: str, other: str) -> None:
     """Each layout is once what is read, and once what is written; a key is a name and never a path."""
     state = ODD | tied_state()
     source, target = write(one, tmp_path / "made", state), tmp_path / "converted"
-    assert len(refused(load_streaming, nn.Linear(1, 1), source)) < 1000
+    said = refused(load_streaming, nn.Linear(1, 1), source)
+    assert said.startswith(f"{source}: does not fit this model, keys: ")
+    assert len(said) < 1000
     Conversion(source, target, other, max_shard_bytes=4096, verify=True).write()
     check(target, other, state)
-    Conversion(target, tmp_path / "half", one, "bfloat16", verify=True).write()
+    again = "pt" if one == "pt_legacy" else one
+    Conversion(target, tmp_path / "half", again, "bfloat16", verify=True).write()
     half = {key: one.bfloat16() if one.is_floating_point() else one for key, one in state.items()}
     assert_same(read_state(tmp_path / "half"), half)
     assert {path.name for path in tmp_path.iterdir()} == {"converted", "half", "made"}
@@ -134,6 +138,18 @@ def test_views_are_converted(fmt: str, dtype: torch.dtype | None, tmp_path: Path
         assert back[name].dtype == wanted.dtype, name
         assert torch.equal(back[name], wanted), name
         assert back[name].is_contiguous(), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_views_are_streamed_to_their_values(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    torch.save(VIEWS, source := tmp_path / "views.pt")
+    model = torch.nn.Module()
+    for name, tensor in VIEWS.items():
+        model.register_buffer(name, torch.empty(tensor.shape, dtype=tensor.dtype))
+    load_streaming(model, source, dtype=dtype)
+    for name, tensor in VIEWS.items():
+        wanted = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        assert torch.equal(model.get_buffer(name), wanted), name
 
 
 def test_an_expanded_tensor_may_be_longer_than_a_piece(tmp_path: Path) -> None:

@@ -74,6 +74,17 @@ def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_another_models_checkpoint_is_refused_before_anything_is_filled(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(3, 3), "extra": torch.ones(1)}, path := tmp_path / "other.pt")
+    before = (model := nn.Linear(2, 3)).weight.clone()
+    assert refused(load_streaming, model, path) == (
+        f"{path}: does not fit this model, keys: 1 missing (bias); 1 unexpected (extra); "
+        "1 of another shape (weight)\n"
+        "choose the model that this checkpoint was saved from, or correct its arguments"
+    )
+    assert torch.equal(model.weight, before)
+
+
 def both() -> nn.Module:
     model = nn.Linear(200, 200)
     model.register_buffer("same", model.weight)
@@ -363,7 +374,10 @@ def test_an_extra_state_is_found_without_its_prefix(
     torch.save({"model": saved}, tmp_path / "model.pt")
     build = Stateful if prefix else stripping
     ours: Any = load_streaming(build, tmp_path / "model.pt", key="model", strip_prefix=prefix)
-    assert ours.extra == {"step": 2}
+    (theirs := build()).load_state_dict(
+        {name.removeprefix("wrapped.") if prefix else name: one for name, one in saved.items()}
+    )
+    assert ours.extra == theirs.extra == {"step": 2}
 
 
 def test_what_cannot_be_an_extra_state_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from factories import refused
 from harms import complaint
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from state_files import write_state
 
+from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError, ConfigError
-from weighin.stream import safetensors_files
+from weighin.stream import formats, safetensors_files
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write as write_file
 
@@ -199,3 +201,20 @@ def test_a_sparse_file_of_100_gib_is_read_at_once(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + size)
     assert safetensors_files.read(path)[0].nbytes == size
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [("shard-00001-model-00001-of-00001.safetensors", 0), ("shard-00001-model-00001-of-00001.safetensors", 4),
+     ("model-00001-of-00001.safetensors", 10), ("renamed.safetensors", 12)],
+)  # fmt: skip
+def test_a_part_of_a_tensor_is_neither_read_nor_converted(
+    tmp_path: Path, name: str, begin: int
+) -> None:
+    """As torch's HuggingFaceStorageWriter writes the rows of a rank from ``begin`` on."""
+    info = json.dumps({"weight": {"saved_offsets": [begin, 0]}})
+    metadata = {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0", "format": "pt"}
+    save_file({"weight": torch.ones(4, 10)}, file := tmp_path / name, metadata)
+    for act in (lambda: formats.read(file), Conversion(file, tmp_path / "made.pt").write):
+        assert refused(act).startswith(f"{file}: a shard of torch's distributed checkpoint (")
+    assert [one.name for one in tmp_path.iterdir()] == [name]
