@@ -183,6 +183,19 @@ def test_the_command_says_what_it_made() -> None:
     )
 
 
+def test_a_stop_takes_away_what_a_killed_child_left(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object, **__: object) -> None:
+        (source.with_name(".new.weighin-x") / "half").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(converting, "run_child", run)
+    with pytest.raises(KeyboardInterrupt):
+        Conversion(source, source.with_name("new")).run(silent)
+    assert names(source.parent) == ["model.pt"]
+
+
 def test_a_stop_after_the_end_ends_well(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: Any, **options: Any) -> None:
         run_child(*arguments, **options)

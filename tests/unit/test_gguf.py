@@ -135,12 +135,22 @@ def test_inspect_needs_neither_torch_nor_the_package(tmp_path: Path, same: Compa
     same("inspected_gguf.txt", f"{table}\n{json.dumps(kept, indent=1)}\n")
 
 
-def test_convert_writes_codes_and_bfloat16_in_another_dtype(tmp_path: Path) -> None:
-    for kind in (KINDS.Q5_1, KINDS.BF16):
-        path, right = one(tmp_path, kind)
-        target = tmp_path / f"{kind.name}.safetensors"
-        Conversion(path, target, dtype="float16", verify=True).write()
-        assert torch.equal(load_file(target)["w"].nan_to_num(), right.half().nan_to_num())
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    [(KINDS.Q5_1, "float16", HALF[0]), (KINDS.BF16, "float16", HALF[0]), (KINDS.Q5_1, "", torch.float32),
+     (KINDS.F16, "", HALF[0]), (KINDS.BF16, "", HALF[1])],
+)  # fmt: skip
+def test_convert_writes_the_files_dtype_or_another(
+    tmp_path: Path, kind: Any, name: str, dtype: torch.dtype
+) -> None:
+    path, right = one(tmp_path, kind)
+    Conversion(path, target := tmp_path / "w.safetensors", dtype=name, verify=True).write()
+    found = load_file(target)["w"]
+    assert found.dtype == dtype
+    assert torch.equal(found.nan_to_num(), right.to(dtype).nan_to_num())
 
 
 def test_the_parts_of_a_model_are_one_checkpoint(tmp_path: Path) -> None:
