@@ -20,7 +20,7 @@ from weighin.plan.task import Planned, Progress, Run
 from weighin.records import run_folder
 from weighin.records.floor import Aim
 from weighin.records.verdict import Reference
-from weighin.result import Kill
+from weighin.result import Kill, Outcome
 from weighin.run import commands, runner
 from weighin.run.judge import Evidence, judge
 from weighin.run.measure import Measured, Spec
@@ -42,6 +42,12 @@ def asked(*scripts: str, **changes: Any) -> Run:
     settings = settings_of(*cells, cwd=str(Path.cwd())).model_copy(update=changes)
     planned = [Planned(cell) for cell in cells]
     return Run(Path("run"), planned, ProcessIsolation(), settings, is_new=True)
+
+
+def test_a_run_of_commands_may_run_inside_another() -> None:
+    with runner.only_run():
+        (result,) = runner.run(asked("exit 0"), Progress())
+    assert result.outcome is Outcome.OK
 
 
 def test_a_run_parses_each_record_once(monkeypatch: pytest.MonkeyPatch) -> None:
