@@ -4,20 +4,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fakes
 import pytest
 from factories import refused
-from fakes import BASELINE, DONE, LOADED, PlayedIsolation, begin, failed, memory, ready
+from fakes import BASELINE, DONE, LOADED, PlayedIsolation, Seen, begin, failed, memory, ready
 
 from weighin import slow_disk
 from weighin.checkpoint import cache, temporary_folders
-from weighin.errors import CheckpointError, FormatLimit, IsolationUnavailable
+from weighin.errors import CheckpointError, FormatLimit, IsolationUnavailable, StillRunning
 from weighin.plan.start import start
 from weighin.plan.task import Progress, Run
 from weighin.probes import page_cache
 from weighin.records import run_folder
-from weighin.result import Outcome, Result
+from weighin.result import Outcome, Result, Sample
 from weighin.run import loads, runner
 from weighin.run.loads import Loads
 from weighin.settings.definition import check_suite
@@ -325,3 +326,25 @@ def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> Non
     assert complaint(run) == "gone\nstart it"
     (result,) = run_folder.read(run.folder).results
     assert result.cell.strategy == "baseline"
+
+
+def test_a_worker_that_does_not_end_stops_the_run_and_is_recorded() -> None:
+    run = asked(BASELINE, strategies=TWO)
+
+    class Stuck(PlayedIsolation):
+        def start(self, cell: Any, *arguments: Any) -> Any:
+            running = super().start(cell, *arguments)
+            if len(self.jobs) > 1:
+                running.close = Mock(side_effect=StillRunning("process 5 does not end"))
+            return running
+
+    with pytest.raises(StillRunning) as caught:
+        stuck = Stuck(BASELINE, DONE, inside=Seen([Sample(*range(8))]))
+        runner.run(replace(run, isolation=stuck), Progress())
+    (result,) = run_folder.read(run.folder).results
+    samples = [str(path.relative_to(run.folder)) for path in run.folder.glob("samples/*")]
+    assert (result.cell.strategy, caught.value.exit_code) == ("baseline", 4)
+    assert samples == [result.samples_path]
+    again = replace(run, isolation=PlayedIsolation(BASELINE, DONE), is_new=False)
+    assert [each.cell.strategy for each in runner.run(again, Progress())] == TWO
+    assert [job.cell.strategy for job in jobs_of(again)] == ["sequential"] * 2

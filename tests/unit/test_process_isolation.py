@@ -341,6 +341,19 @@ def test_a_process_of_another_user_is_spared_and_not_waited_for(
     assert not adopt_orphans(adopt=False)
 
 
+@pytest.mark.usefixtures("is_program")
+def test_a_daemon_of_a_worker_that_is_another_users_is_spared(
+    tmp_path: Path, pipes: Piped, anothers: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, pid = worker_with_daemon(tmp_path, pipes, "exit 4")
+    anothers.add(pid)
+    monkeypatch.setattr(child_process, "PATIENCE_S", 0.1)
+    assert running.reap() == Exit(4)
+    running.close()
+    assert lives(pid)
+    assert not adopt_orphans(adopt=False)
+
+
 def test_a_command_of_another_user_loses_no_measurement(
     start: Start, anothers: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
