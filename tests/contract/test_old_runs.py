@@ -12,6 +12,8 @@ from old_files import BEFORE, ROOT, put_cache, put_run
 from outside import typed
 from snapshots import Compare
 
+from weighin import results
+
 PUBLISHED = ROOT / "results/published"
 
 
@@ -163,7 +165,7 @@ def test_an_old_baseline_is_kept_where_nothing_has_changed() -> None:
 
 INCOMPLETE = (
     "report run --format md,html,csv,bmf,gha --json -",
-    "check run --budget 'peak_rss <= 100GiB' --json -",
+    "check run --budget 'peak_rss <= 100GiB' --json - --junit check.xml",
     "check run --budget 'peak_rss <= 100GiB' --partial", "check run --baseline part.yaml --update",
     "check run --baseline part.yaml --update --partial",
     "compare run run --markdown run/compared.md --json -", "history . --json -",
@@ -177,10 +179,26 @@ def test_no_reader_takes_an_incomplete_run_for_a_complete_one(same: Compare) -> 
     for line in INCOMPLETE:
         ended = typed(*shlex.split(line))
         said += [f"$ weighin {line}", f"exit code {ended.code}", *_of_cells(ended.out + ended.err)]
-    for name in ("report.md", "report.html", "summary.csv", "bmf.json", "gha.json", "compared.md"):
+    Path("check.xml").rename("run/check.xml")
+    for name in (
+        "check.xml",
+        "report.md",
+        "report.html",
+        "summary.csv",
+        "bmf.json",
+        "gha.json",
+        "compared.md",
+    ):
         text = re.sub(r"<style>.*?</style>|<script.*?</script>", "", Path("run", name).read_text())
         said += [f"$ cat {name}", *_of_cells(text)]
     same("old_runs/incomplete.txt", "".join(f"{line}\n" for line in said))
+    assert {
+        line.rpartition(",")[2] for line in Path("run/summary.csv").read_text().split("\n")[1:-1]
+    } == {"1"}
+    assert json.loads(Path("run/bmf.json").read_text())["run"] == {"missing_cells": {"value": 1}}
+    entry = {"name": "run missing_cells", "unit": "cells", "value": 1}
+    assert entry in json.loads(Path("run/gha.json").read_text())
+    assert set(results("run")["missing_cells"]) == {1}
 
 
 def _of_cells(text: str) -> list[str]:

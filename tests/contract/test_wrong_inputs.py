@@ -118,12 +118,18 @@ def test_what_is_wrong_is_said_and_has_its_exit_code(
         ended = typed(*shlex.split(line)[2:])
         answers.append(f"{line}\nexit code {ended.code}\n{_plain(ended, inputs)}")
     same(f"wrong_inputs/{table.name}", "\n".join(answers))
-    left = {name.split("/")[0] for name in _tree(inputs) - before}
+    after = _tree(inputs)
+    assert [name for name, content in before.items() if after.get(name) != content] == []
+    left = {name.split("/")[0] for name in after.keys() - before.keys()}
     assert left <= {"cache", "1", "2", "3", "4", "5", "6", "j.json", "new"}
 
 
-def _tree(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+def _tree(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file by its name; of a folder, an empty one."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in folder.rglob("*")
+    }
 
 
 def _plain(ended: Ended, folder: Path) -> str:
