@@ -278,7 +278,7 @@ while True:
     for number in os.read(read, 100):
         print(signal.Signals(number).name, flush=True)
         if signal.Signals(number).name == sys.argv[1]:
-            sys.exit()
+            sys.exit(5)
 """
 """It prints the name of each signal that it gets, and ends with the one that its argument names."""
 
@@ -305,7 +305,7 @@ def test_each_signal_that_weighin_gets_reaches_the_command_once(
             leftovers.wait_until(lambda: ") T " in stat.read_text(), "weighin goes on")
             started.process.send_signal(signal.SIGCONT)
             arrives("SIGCONT")
-    assert (started.end().code, (command.folder / "seen").read_text().split()) == (0, expected)
+    assert (started.end().code, (command.folder / "seen").read_text().split()) == (5, expected)
 
 
 def test_a_signal_of_the_terminal_arrives_once(command: CommandLine, isolation: str) -> None:
@@ -316,7 +316,7 @@ def test_a_signal_of_the_terminal_arrives_once(command: CommandLine, isolation: 
         command.folder,
         command.environment,
     )
-    assert ended.code == 0
+    assert ended.code == record(command)["exit_code"] == 5
     assert [ended.screen.count(f"SIG{name}") for name in ("INT", "QUIT", "WINCH")] == [5, 1, 1]
 
 
