@@ -151,6 +151,19 @@ def test_a_library_that_the_linker_reads_is_no_data_file(tmp_path: Path) -> None
     assert {name for name in names if f"{tmp_path}/{name}" in found} == {"model.so.bin"}
 
 
+def test_samples_as_text(tmp_path: Path) -> None:
+    every = Sample(2, 61, 31, 20, 10, 0, 7, 6, 90, 40, 8, 900, 30, 1, 2, 3, 4, 5, 6, 7)
+    module.write_samples(tmp_path / "csv", [Sample(1, 60, 30, 20, 10, 0, 5, 6), every])
+    assert (tmp_path / "csv").read_bytes().decode() == (
+        "t_ns,rss_bytes,anon_bytes,file_bytes,shmem_bytes,swap_bytes,minor_faults,major_faults,"
+        "cgroup_bytes,cgroup_file_bytes,cuda_allocated_bytes,cuda_driver_bytes,"
+        "cgroup_shmem_bytes,locked_bytes,freed_bytes,kernel_bytes,kernel_reclaimable_bytes,"
+        "socket_bytes,slab_bytes,page_tables_bytes\r\n"
+        "1,60,30,20,10,0,5,6,,,,,,,,,,,,\r\n"
+        "2,61,31,20,10,0,7,6,90,40,8,900,30,1,2,3,4,5,6,7\r\n"
+    )
+
+
 def test_a_pause_is_a_share_of_what_an_action_took(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now_s": 100.0}
     for name in ("monotonic", "thread_time"):
