@@ -221,7 +221,8 @@ def test_mapped_weights_are_pages_of_the_file(
     assert mapped.host_file_peak_bytes and read.host_file_peak_bytes
     # Two processes map more or less of the libraries: once, 124 KiB.
     more = mapped.host_file_peak_bytes - read.host_file_peak_bytes
-    assert more == pytest.approx(WEIGHTS, abs=MIB)
+    assert more == pytest.approx(WEIGHTS, abs=512 * KIB)
+    assert above(mapped, mapped) < 0.4
     assert (read.work.read_bytes, read.work.mapped_bytes) == (WEIGHTS, 0)
     assert (mapped.work.read_bytes, mapped.work.mapped_bytes) == (0, mapped.disk_read_bytes)
     assert read.work.archives == 1

@@ -373,6 +373,14 @@ with weighin.phase("x"): pass
 sys.setprofile(None)
 calls = [name for event, name in called if event == "call"]
 assert calls == ["__init__", "__enter__", "__exit__"], called
+@weighin.phase("add")
+def add(one, other=1):
+    "Add."
+    return one / other
+assert (add(2), add(2, other=4), add.__name__, add.__doc__) == (2, 0.5, "add", "Add.")
+try: add(1, 0)
+except ZeroDivisionError: add = None
+assert add is None
 ours = {name for name in sys.modules if name.startswith("weighin")}
 assert ours == {"weighin", "weighin.program_phases"}, ours
 assert not {"socket", "json", "threading", "pathlib", "inspect"} & set(sys.modules)

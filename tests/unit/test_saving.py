@@ -1,8 +1,9 @@
 """Saves: what is written is read back from the disk, and nothing of it stays."""
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from weighin.run import loads
 from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
-from weighin.worker.loading import WrongWeights, import_strategy
+from weighin.worker.loading import Save, WrongWeights, import_strategy
 from weighin.worker.saving import check, files_in, sizes, sync
 
 
@@ -55,6 +56,12 @@ def saved(name: str, folder: Path, fmt: str | None = None, **options: Any) -> Mo
     return model
 
 
+def test_a_strategy_cannot_assign_to_its_job(tmp_path: Path) -> None:
+    job = Save(nn.Linear(1, 1), tmp_path, "safetensors", {}, lambda _: nullcontext())
+    with pytest.raises(FrozenInstanceError):
+        job.format = "pytorch"  # type: ignore[misc]
+
+
 def complaint(folder: Path, model: Model) -> str:
     with pytest.raises(WrongWeights) as caught:
         check(folder, expected(model), torch.float32)
@@ -70,6 +77,11 @@ def test_what_is_saved_is_the_model_and_a_single_wrong_byte_is_found(
     tmp_path: Path, name: str, fmt: str
 ) -> None:
     model = saved(name, tmp_path, fmt)
+    if fmt == "per_param":  # each tied weight once
+        shared = json.loads((tmp_path / "index.json").read_text())["shared"]
+        assert shared == {"head.weight": "embedding.weight"}
+        names = ["embedding.weight.pt", "index.json", "mask.pt"]
+        assert [one.name for one in files_in(tmp_path)] == names
     check(tmp_path, expected(model), torch.float32)
     value = model.get_buffer("mask").numpy().tobytes()
     (file,) = [one for one in files_in(tmp_path) if value in one.read_bytes()]

@@ -246,9 +246,14 @@ def of_the_model(script: Script, says: str, ended: Exit = ENDED, ranks: int = 1)
 
 
 def of_the_load(
-    script: Script, message: str, ended: Exit = ENDED, outcome: str = "strategy_failed"
+    script: Script,
+    message: str,
+    ended: Exit = ENDED,
+    outcome: str = "strategy_failed",
+    last_phase: str = "forward",
 ) -> Any:
-    return script, {"ended": ended}, {"outcome": outcome, "message": message, "warnings": ()}
+    expected = {"outcome": outcome, "message": message, "last_phase": last_phase, "warnings": ()}
+    return script, {"ended": ended}, expected
 
 
 PASSED: dict[str, Any] = {
@@ -262,9 +267,9 @@ PASSED: dict[str, Any] = {
         "RuntimeError: DefaultCPUAllocator: can't allocate memory", "OSError: [Errno 12] Cannot allocate memory", "MemoryError",
     )},
     "it lacks memory of the GPU": of_the_load(fails("full", "cuda_oom"), "full", outcome="cuda_oom"),
-    "the load raises": of_the_load(fails("boom", script=LOADED), "boom"),
-    "the weights are wrong": of_the_load(fails("a", "wrong_weights", WHOLE), "a", outcome="wrong_weights"),
-    "a use raises": of_the_load([*WHOLE, begin("use: mine"), failed("use_failed", "mine: boom")], "mine: boom; every weight is right", outcome="use_failed"),
+    "the load raises": of_the_load(fails("boom", script=LOADED), "boom", last_phase="read"),
+    "the weights are wrong": of_the_load(fails("a", "wrong_weights", WHOLE), "a", outcome="wrong_weights", last_phase="touch"),
+    "a use raises": of_the_load([*WHOLE, begin("use: mine"), failed("use_failed", "mine: boom")], "mine: boom; every weight is right", outcome="use_failed", last_phase="use: mine"),
     "one of two ranks in it raises": of_the_model([*IN_BOTH, *LEFT_0], "rank 0: a", ranks=2),
     "both do": of_the_model([*IN_BOTH, *LEFT_0, of(1, failed("wrong_weights", "b"))], "rank 0: a", ranks=2),
     "one raises while the other compares": ([*IN_BOTH[:-1], *LEFT_0], OF_BOTH, {"outcome": "strategy_failed", "warnings": ()}),
