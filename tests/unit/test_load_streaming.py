@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from state_files import write_state
 from torch import nn
 
+from weighin.errors import CheckpointError
 from weighin.models.tied import tied
 from weighin.probes.process import memory_of, read_status
 from weighin.run import loads
@@ -402,3 +403,86 @@ def test_a_model_without_extra_states_gets_a_warning(
         loaded: Any = load_streaming(lambda: nn.Linear(2, 1), path)
     assert torch.equal(loaded.weight, model.weight)
     assert caplog.messages == ["no module of this model takes the extra state of _extra_state"]
+
+
+# What the code of a module sees: the calls that torch makes for the same file
+
+
+class Plain(nn.Module):
+    def __init__(self, calls: list[Any], **children: nn.Module) -> None:
+        super().__init__()
+        self.calls = calls
+        self.weight = nn.Parameter(torch.zeros(2))
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+class Recording(Plain):
+    """Records what torch gives it to load, and takes its child's weights also under their old names."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.calls.append((prefix, [*state], dict(metadata)))
+        for key in [key for key in state if key.startswith(f"{prefix}old.")]:
+            state[key.replace("old.", "a.", 1)] = state.pop(key)
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def nested(kind: Any, calls: list[Any]) -> nn.Module:
+    inner = kind(calls, a=nn.Linear(2, 2), norm=nn.LayerNorm(2))
+    return nn.ModuleDict({"a": nn.ModuleDict({"b": inner}), "ab": kind(calls)})
+
+
+def renamed(state: Any) -> None:
+    for leaf in ("weight", "bias"):
+        state[f"a.b.old.{leaf}"] = state.pop(f"a.b.a.{leaf}")
+
+
+def less_and_more(state: Any) -> None:
+    del state["ab.weight"], state["a.b.norm.bias"]
+    state |= dict.fromkeys(("a.", "a..b", "a.b.more", "abc.weight"), torch.ones(1))
+
+
+def marked(state: Any) -> None:
+    state["a.b.a.weight"] = state["a.b.a.weight"].double()  # a mark keeps the file's dtype
+    state._metadata["a.b.a"] = {"version": 1, "assign_to_params_buffers": True}
+
+
+CHANGES: dict[str, Any] = {
+    "nothing": list, "a renamed child": renamed, "less and more": less_and_more, "a marked module": marked,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Recording, Plain])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_code_of_a_module_gets_what_torch_gives_it(
+    change: str, kind: Any, tmp_path: Path
+) -> None:
+    def loaded(load: Any) -> tuple[nn.Module, list[Any], str]:
+        calls: list[Any] = []
+        model = nested(kind, calls)
+        try:
+            load(model)
+        except RuntimeError as error:
+            return model, calls, str(error)
+        except CheckpointError as error:
+            return model, calls, str(error.__cause__)
+        return model, calls, ""
+
+    state: Any = nested(kind, []).state_dict()
+    for key, one in state.items():
+        state[key] = torch.randn(one.shape) if one.is_floating_point() else one
+    CHANGES[change](state)
+    torch.save(state, path := tmp_path / "model.pt")
+    model, calls, error = loaded(lambda model: load_streaming(model, path))
+    right, by_torch, wanted = loaded(lambda model: model.load_state_dict(torch.load(path)))
+    assert (calls, error) == (by_torch, wanted)
+    assert bool(error) == (
+        change == "less and more" or (change, kind) == ("a renamed child", Plain)
+    )
+    if not error:
+        assert differences(model, right) == []
+    if change == "nothing":  # a load counts as one change of each tensor
+        versions = [[one._version for one in each.parameters()] for each in (model, right)]
+        assert versions[0] == versions[1]
