@@ -90,7 +90,7 @@ LOADS = {
     "safetensors": 'Path("model.safetensors"), build(1), load_streaming(build, "model.safetensors")',
     "folder": 'Path("folder/pytorch_model.bin"), llama(1), load_pretrained("folder")',
 }
-CASES = [*(("pt", change) for change in CHANGES), ("safetensors", "saved onto"), ("folder", "saved onto")]  # fmt: skip
+CASES = [*(("pt", change) for change in CHANGES), ("safetensors", "overwritten with zeros"), ("safetensors", "saved onto"), ("folder", "emptied"), ("folder", "saved onto")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("load", "change"), CASES)
