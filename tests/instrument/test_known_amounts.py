@@ -155,7 +155,7 @@ def test_what_lasts_is_in_the_samples(
     ]
     assert len(inside) >= 3  # 1 s at 5 ms a look, on a busy machine
     assert {sample["swap_bytes"] for sample in inside} == {0}
-    for sample in inside:
+    for sample in inside[:-1]:  # the last may have been read after the phase's end
         assert sample["anon_bytes"] == pytest.approx(held.end.anon_bytes, abs=RSS_TOLERANCE)
 
 
