@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from shutil import copytree, rmtree
 from typing import Any
@@ -318,6 +319,32 @@ def test_a_signal_of_the_terminal_arrives_once(command: CommandLine, isolation: 
     )
     assert ended.code == record(command)["exit_code"] == 5
     assert [ended.screen.count(f"SIG{name}") for name in ("INT", "QUIT", "WINCH")] == [5, 1, 1]
+
+
+SIZES = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
+shown = None
+while shown != (8, 9):
+    if (size := tuple(os.get_terminal_size(1))) == shown:
+        signal.sigwait([signal.SIGWINCH])
+    else:
+        shown = size
+        print("size", *shown, flush=True)
+"""
+
+
+@pytest.mark.parametrize("mark", ["", STEPS], ids=["plain", "marked"])
+def test_a_command_gets_each_size_of_the_terminal(command: CommandLine, mark: str) -> None:
+    sizes = [(24, 80), (30, 90), (40, 70), (20, 60), (9, 8)]
+    ended = on_terminals.converse(
+        (*weighin("process", mark), PYTHON, "-c", SIZES),
+        [(f"size {columns} {lines}\r", new) for (lines, columns), new in pairwise(sizes)],
+        command.folder,
+        command.environment,
+    )
+    assert re.findall(r"size (\d+) (\d+)", ended.screen) == [(str(b), str(a)) for a, b in sizes]
+    assert ended.code == 0
 
 
 def test_makes_in_it_share_the_jobs_of_the_make_around(

@@ -1,6 +1,7 @@
 """Output passes through a relay unchanged, and its lines become marks."""
 
 import os
+import signal
 import subprocess
 import sys
 import termios
@@ -116,6 +117,14 @@ def test_the_command_is_ready_when_a_line_says_so_that_does_not_end(tmp_path: Pa
     _, marks = to_files(tmp_path, program, (), ready="^ready on", at_ready=at_ready)
     assert len(calls) == 1
     assert [mark.text for mark in marks] == ["ready on port 8080"]
+
+
+def test_output_that_another_process_keeps_open_does_not_delay_the_end(tmp_path: Path) -> None:
+    program = "import subprocess; print('first', subprocess.Popen(['sleep', '60']).pid)"
+    _, (mark,) = to_files(tmp_path, program, ["first"])
+    sleeper = int(mark.text.split()[1])
+    assert Path(f"/proc/{sleeper}/fd/1").readlink().name.startswith("pipe:")
+    os.kill(sleeper, signal.SIGKILL)
 
 
 def test_a_terminal_that_is_closed_meanwhile_is_not_resized() -> None:

@@ -459,6 +459,42 @@ def test_processes_of_a_dead_run_are_ended_and_named() -> None:
         assert other.wait(60) == -signal.SIGKILL
 
 
+OTHER_NAMESPACE = f"""
+import subprocess
+from weighin.isolation.process import ProcessIsolation, ProcessTree
+marked = {{{WORKER_VARIABLE!r}: ProcessTree(adopts=False).mark}}
+assert ProcessIsolation().remove_stale() == []
+sleeper = subprocess.Popen(["sleep", "600"], env=marked)
+print("up", flush=True)
+input()
+assert sleeper.poll() is None
+"""
+
+
+@pytest.mark.root
+def test_runs_in_two_pid_namespaces_leave_each_other_alone() -> None:
+    own = ProcessTree(adopts=False)
+    before = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-P")
+    with ExitStack() as started:
+        here, there = (
+            started.enter_context(
+                subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True)
+            )
+            for command, environment in (
+                (("sleep", "600"), marked_by(own.mark)),
+                ((*before, "-c", OTHER_NAMESPACE), None),
+            )
+        )
+        started.callback(here.kill)
+        started.callback(there.kill)  # and so its sleeper
+        assert there.stdout
+        assert there.stdout.readline() == "up\n"
+        assert ProcessIsolation().remove_stale() == []
+        assert here.poll() is None
+        there.communicate("\n", timeout=60)
+        assert there.returncode == 0
+
+
 CLEANS = """
 import subprocess
 from weighin.isolation.process import ProcessIsolation
