@@ -18,7 +18,9 @@ from weighin.checkpoint import cache, temporary_folders
 from weighin.cli import app as cli
 from weighin.cli.measure import broken, exit_code_of
 from weighin.errors import ConfigError, HarnessError, Interrupted, IsolationUnavailable, UnknownName
+from weighin.isolation.process import CgroupIsolation
 from weighin.plan.start import start
+from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.records import run_folder
 from weighin.result import Outcome
 from weighin.run import runner
@@ -224,6 +226,13 @@ def test_where_nobody_can_answer_nothing_is_deleted_but_with_yes() -> None:
     assert typed("cache clear") == (0, "deleted 0 checkpoints, freed 0 B\n")
 
 
+@pytest.fixture
+def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a machine without cgroups pass for one that limits."""
+    monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
+
+
+@pytest.mark.usefixtures("_limits")
 def test_a_run_waits_for_another_ones_end_if_it_is_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +248,28 @@ def test_a_run_waits_for_another_ones_end_if_it_is_told_to(
     for words in (f"{line} a", f"{line} b --set wait=true"):
         assert typed(words)[0] == 4
     start(check_suite({"models": "gpt2-tiny", "isolation": "process"}), Path("run"))
-    for words in ("bench --resume run", "bench --resume run --set wait=true"):
-        assert typed(words)[0] == 4, typed(words)
-    assert [each > 0 for each in patience] == [False, True, False, True]
+    for words in (
+        "bench --resume run",
+        "bench --resume run --set wait=true",
+        "floor gpt2-tiny --isolation cgroup --out c",
+        "floor gpt2-tiny --isolation cgroup --out d --set wait=true",
+    ):
+        assert typed(words)[0] == 4
+    assert [each > 0 for each in patience] == [False, True, False, True, False, True]
+
+
+@pytest.mark.usefixtures("_limits")
+def test_a_second_run_ends_with_4_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
+    start(check_suite({"models": "gpt2-tiny", "isolation": "process"}), Path("run"))
+    with runner.only_run():
+        for words in (
+            "bench gpt2-tiny --isolation process --out new",
+            "floor gpt2-tiny --isolation cgroup --out new",
+            "bench --resume run",
+        ):
+            assert typed(words)[0] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

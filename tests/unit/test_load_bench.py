@@ -1,5 +1,6 @@
 """A run of loads or saves: its checkpoints, its first worker, and what each cell gets."""
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -348,3 +349,11 @@ def test_a_worker_that_does_not_end_stops_the_run_and_is_recorded() -> None:
     again = replace(run, isolation=PlayedIsolation(BASELINE, DONE), is_new=False)
     assert [each.cell.strategy for each in runner.run(again, Progress())] == TWO
     assert [job.cell.strategy for job in jobs_of(again)] == ["sequential"] * 2
+
+
+def test_a_signal_during_a_cell_ends_the_run_before_the_next() -> None:
+    stop = lambda: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+    script: list[Any] = [*LOADED, stop, ready(), fakes.done()]
+    run = asked(BASELINE, script, strategies=TWO)
+    assert complaint(run) == "stopped; nothing is left running"
+    assert [each.cell.strategy for each in jobs_of(run)] == ["baseline"] * 2

@@ -51,6 +51,22 @@ def test_strategies_follow_each_other_under_one_limit_then_comes_the_next() -> N
     assert order == [(name, ram, each) for name in "mn" for ram in (GIB, None) for each in "ab"]
 
 
+def test_each_rate_comes_with_each_latency() -> None:
+    found = cells_of(strategies=((info("a"), {}),), disk=["50MB/s", "none"], disk_latency=["1ms", "none"])  # fmt: skip
+    rate, latency = "disk=50MB/s", "disk_latency=1ms"
+    assert [one.cell.disk for one in found] == [(rate, latency), (rate,), (latency,), ()]
+
+
+def test_each_environment_comes_with_each_strategy() -> None:
+    arenas = {"MALLOC_ARENA_MAX": "2"}
+    two = ((info("a"), NONE), (info("b"), NONE))
+    order = [
+        (one.cell.strategy, one.cell.environment)
+        for one in cells_of(strategies=two, environment=[{}, arenas])
+    ]
+    assert order == [("a", {}), ("b", {}), ("a", arenas), ("b", arenas)]
+
+
 def test_a_cell_has_all_that_the_suite_says() -> None:
     (found,) = cells_of(
         strategies=((info("a", ("cuda",), ("per_param", "pt")), {"threads": 2}),),
