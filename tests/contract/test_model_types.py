@@ -29,7 +29,9 @@ SAID = 60
 @pytest.mark.parametrize("when", ["by-day", pytest.param("at-night", marks=pytest.mark.nightly)])
 def test_the_outcomes_of_drawn_types(when: str, tmp_path: Path, same: Compare) -> None:
     script = outside.ROOT / "benchmarks" / "model_types.py"
-    words = ("--all", "--types", DRAWN[when], "--work", str(tmp_path))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmarks/model_types.py drawn -->\n<!-- end -->\n")
+    words = ("--all", "--types", DRAWN[when], "--work", str(tmp_path), "--out", str(page))
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), *words],
         check=False, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -42,5 +44,9 @@ def test_the_outcomes_of_drawn_types(when: str, tmp_path: Path, same: Compare) -
         outputs_are = ", outputs equal" if one["outputs"] == "equal" else ""
         unequal = "; ".join((*one["unequal"], *one["storage"]))
         text += f"{one['name']}: {one['architecture'] or '-'}: {unequal or loads}{outputs_are}\n"
-    assert text.count("\n") == len(DRAWN[when].split(","))
+    assert text.count("\n") == len(lines) == len(DRAWN[when].split(","))
+    loaded = text.count(": equal")
+    told = f" {len(lines)} were drawn (--seed 0), and {loaded} compared in {4 * loaded} pairs of loads: {loaded} are equal,"  # fmt: skip
+    assert told in page.read_text()
+    assert f" {len(lines) - loaded} could not be compared. " in page.read_text()
     same(f"types/{when}.txt", text)

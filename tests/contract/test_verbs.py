@@ -107,5 +107,6 @@ def test_the_floors_of_a_search(run: str, tmp_path: Path, same: Compare) -> None
 def test_what_the_doctor_says(tmp_path: Path, same: Compare) -> None:
     with outside.examined():
         printed = weighin(tmp_path, "doctor", "--json", "-")
-    assert printed.code == 0
-    same("verbs/doctor.txt", outside.flat(printed.data))
+        shown = weighin(tmp_path, "doctor")
+    assert (printed.code, shown.code) == (0, 0)
+    same("verbs/doctor.txt", outside.flat(printed.data) + shown.out)

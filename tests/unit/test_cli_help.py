@@ -41,11 +41,28 @@ def test_every_verb_is_here() -> None:
 
 @pytest.mark.parametrize("name", VERBS)
 def test_each_example_is_one_line_to_paste(name: str) -> None:
-    _, text = typed(f"{name} --help")
+    _, text = whole = typed(f"{name} --help")
+    assert typed(f"{name} -h") == typed(f"help {name}") == whole
+    assert "--json FILE Write the result as JSON to this file; with -, print it" in " ".join(text.split())  # fmt: skip
     verb = found(name)
     assert isinstance(verb, Verb)
     lines = [line.strip() for line in text.splitlines() if line.startswith("    weighin ")]
     assert lines == [*verb.examples.values()]
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"^(\w[\w ]*):$", text, re.MULTILINE)
+
+
+def test_the_verbs_and_the_options_of_bench_stand_under_headings_in_the_order_of_work() -> None:
+    _, text = typed("--help")
+    first, *panels = headings(text)[1:]
+    assert panels == ["Measure", "Read and compare", "Choose", "Checkpoints"]
+    listed = re.findall(r"^  ([a-z]+)  ", text.partition(f"{first}:\n")[2], re.MULTILINE)
+    assert (first, listed) == ("Before a run", [*app.app.commands])
+    assert headings(typed("bench --help")[1]) == [
+        "Examples", "Arguments", "What to load", "Limits", "How to measure", "Where to write", "Options",
+    ]  # fmt: skip
 
 
 def test_the_help_of_suites_has_every_key() -> None:
