@@ -46,15 +46,18 @@ def make(name: str) -> None:
     torch.manual_seed(20261125)
     made = layout.make(folder)
     is_folder = made.truth is None or made.is_folder
-    truth, more = made.truth or {}, dict[str, torch.Tensor]()
+    truth, more, kind = made.truth or {}, dict[str, torch.Tensor](), None
     if made.truth is None and "load" not in layout.refused:
-        truth, more = _tensors(_from_pretrained(made.path, layout))
+        truth, more = _tensors(model := _from_pretrained(made.path, layout))
+        kind = type(model).__name__
     torch.save((dict(truth), more), _TRUTH)
     tensors = {
         key: [list(one.shape), str(one.dtype).removeprefix("torch.")] for key, one in truth.items()
     }
     _MADE.write_text(
-        json.dumps({"path": str(made.path), "is_folder": is_folder, "tensors": tensors})
+        json.dumps(
+            {"path": str(made.path), "is_folder": is_folder, "tensors": tensors, "class": kind}
+        )
     )
 
 
@@ -80,6 +83,8 @@ def load(name: str) -> None:
     differences = state_differences(state, truth)
     if more:
         differences += state_differences(buffers, more)
+    if made["class"] not in (None, type(model).__name__):
+        differences.append(f"a {type(model).__name__}, not a {made['class']}")
     _print(differences, [str(one.message) for one in said])
 
 

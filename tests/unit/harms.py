@@ -257,6 +257,7 @@ F32 = "tensor 'a.weight': F32 of shape"
 HARMS: list[tuple[str, tuple[str, ...], Harm, str, str]] = [
     ("noise_in_the_data", ALL, lambda g: g.data.write_bytes(NOISE), "data", ""),
     ("noise_in_the_index", INDEXED, lambda g: g.index.write_bytes(NOISE), "index", "damaged"),
+    ("nothing_in_the_index", INDEXED, lambda g: os.truncate(g.index, 0), "index", ""),
     ("a_corrupt_pickle", PICKLED, lambda g: change(g.data, b"X\7\0\0\0storage", b"\xff\7\0\0\0storage"), "data", "weighin does not know its instruction 0xff"),
     ("a_corrupt_header", HEADED, lambda g: change(g.data, b'"a.weight":{', b'"a.weight":('), "data", "the header is not JSON: "),
     ("half_of_the_data", ALL, lambda g: half(g.data), "data", "truncated"),

@@ -288,8 +288,8 @@ def last_block(start: tuple[int, ...] = (), shape: tuple[int, ...] = (5, 4)) -> 
     return harm
 
 
-def no_list(metadata: Any) -> None:
-    metadata.state_dict_metadata["b"].chunks = 5
+def no_list(chunks: object) -> Harm:
+    return lambda metadata: vars(metadata.state_dict_metadata["b"]).update(chunks=chunks)
 
 
 UNTILED: dict[str, tuple[Harm, str]] = {
@@ -301,7 +301,9 @@ UNTILED: dict[str, tuple[Harm, str]] = {
     "flat": (last_block((5,), (20,)), "the part of 'b' at (5,) is outside the shape (10, 7)"),
     "far away": (last_block((2**62, 3)), "is outside the shape (10, 7)"),
     "negative": (last_block((-1, 3)), "'b' is not described as a tensor"),
-    "no list": (no_list, "the parts of 'b' leave a gap"),
+    **{
+        f"no list: {one}": (no_list(one), "the parts of 'b' leave a gap") for one in (5, True, None)
+    },
 }
 
 

@@ -154,6 +154,12 @@ def as_nobody(script: str, foreign: Path) -> str:
 
 
 @pytest.mark.root
+def test_a_warm_file_of_another_user_gives_its_values(foreign: Path) -> None:
+    foreign.read_bytes()
+    as_nobody(LOAD, foreign)
+
+
+@pytest.mark.root
 @tried_again("a file system, or another program that reads it, may keep pages of a file")
 def test_loading_a_cold_file_of_another_user_leaves_no_page_in_the_cache(foreign: Path) -> None:
     assert page_cache.drop([foreign]) == 0

@@ -150,6 +150,18 @@ def test_the_key_that_occurs_twice_is_found_among_many(tmp_path: Path) -> None:
     assert time.process_time() - start_s < 20
 
 
+@BOTH
+def test_a_link_into_a_cache_is_followed_and_named_when_its_file_is_damaged(
+    tmp_path: Path, fmt: str
+) -> None:
+    first = formats.files(folder := made(fmt, tmp_path / "m"))[1]
+    first.rename(tmp_path / "blob")
+    first.symlink_to("../blob")
+    assert len(formats.read(folder)) == len(PLANS)
+    first.write_bytes(first.read_bytes()[:-1])
+    assert refused(formats.read, folder).startswith(f"{first}: ")
+
+
 # One file for each key or module
 
 

@@ -102,6 +102,16 @@ def test_a_folder_loads_as_its_library_loads_it(
     assert differences(model, of_library(make(name), dtype=dtype)) == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [("LlamaModel", "LlamaModel"), ("AutoModel", "LlamaModel"),
+     ("transformers.AutoModelForSequenceClassification", "LlamaForSequenceClassification")],
+)  # fmt: skip
+def test_the_class_that_is_asked_for_is_built(make: Make, asked: str, kind: str) -> None:
+    spec = registry.model(str(make("tied")), choice=FolderChoice(model_class=asked))
+    assert spec.kwargs["architecture"] == kind
+
+
 def test_a_folder_is_a_model_whose_arguments_are_its_configuration(make: Make) -> None:
     spec = registry.model(str(make("tied")))
     assert (spec.name, spec.builder, spec.title) == ("tied", BUILDER, "tied")
