@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised_folders
+import remote_folder
 import torch
 from click.testing import CliRunner
 from model_differences import state_differences
 from nightly import nightly
 from safetensors.torch import save_file
 
+from weighin import load_pretrained
 from weighin.cli import _options
 from weighin.cli import recommend as verb
 from weighin.cli.app import app
@@ -236,6 +239,43 @@ def test_the_code_for_a_folder_loads_what_was_chosen(made: Path, choice: str, dt
         tried.add(strategy)
     assert tried >= OWN | (set() if "checkpoint" in choice else by_library)
     assert choice not in ("", "variant") or len(tried) > 10
+
+
+def _of_revision(folder: Path) -> tuple[tuple[str, ...], Any]:
+    entry = folder / "models--Some--Model"
+    (entry / "refs").mkdir(parents=True)
+    for revision, commit, seed in (("main", "0123", 1), ("old", "4567", 5)):
+        _llama(seed).save_pretrained(entry / "snapshots" / commit)
+        (entry / "refs" / revision).write_text(commit)
+    return ("Some/Model", "--set", "revision=old"), _llama(5)
+
+
+def _of_own_code(folder: Path) -> tuple[tuple[str, ...], Any]:
+    path = str(remote_folder.write_folder(folder / "tiny"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    return (path, "--trust-remote-code"), model
+
+
+def _of_codes(folder: Path) -> tuple[tuple[str, ...], Any]:
+    path = quantised_folders.write_folder(folder / "codes", "fp8")
+    return (str(path),), load_pretrained(path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("make", [_of_revision, _of_own_code, _of_codes])
+def test_the_code_for_a_folder_loads_its_revision_with_its_code_dequantised(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    words, wanted = make(tmp_path)
+    tried = dict(advices(*words, "--dtype", "float32"))
+    asks = "'dequantize': True" in tried["transformers"].code  # without it, a GPU keeps the codes
+    assert asks == (make is _of_codes)
+    for strategy in ("streaming", "transformers"):
+        assert_equal(loaded(tried[strategy]), wanted)
 
 
 def test_the_code_for_a_gguf_file_beside_another_loads_this_file(

@@ -232,6 +232,17 @@ def test_a_conversion_copies_codes_as_they_are_or_refuses(
     assert not (tmp_path / "cast.safetensors").exists()
 
 
+@pytest.mark.parametrize("verb", ["recommend", "predict"])
+@pytest.mark.parametrize("name", ["quanto", "modelopt"])
+def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
+    make: Make, name: str, verb: str
+) -> None:
+    code, text = run(verb, make(name))
+    assert code == 2
+    assert f"quantised with {LAYOUTS[name].method}: 14 tensors are codes" in text
+    assert UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers") in text
+
+
 @pytest.mark.parametrize("name", ["mxfp4", *nightly("fp8")])
 def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
     make: Make, name: str
