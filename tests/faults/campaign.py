@@ -98,6 +98,9 @@ class Campaign:
                 for one in (folder / "tmp").glob("*")
                 if not one.name.startswith(TORCHS_OWN)
             ]
+            of_records = {one["samples_path"] for one in records}
+            samples = {f"samples/{one.name}" for one in (folder / RUN / "samples").glob("*")}
+            left += [f"file {one} of no record" for one in samples - of_records if records]
             now = _digests(self.cache)
             changed = [
                 name

@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,3 +90,18 @@ def test_the_record_explains_why_a_script_died_and_where(
         assert result.ran and all(kill.limit_of for kill in result.ran.kills)
     elif case.dies:
         assert f"limit of {case.limit_bytes // MIB} MiB" in said.text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("share", [0, 0.5], ids=["no limit", "tight"])
+@pytest.mark.parametrize("case", DYING, ids=lambda case: case.script)
+def test_no_wrong_cause_or_line_is_said_of_a_script_that_dies_earlier_or_lives(
+    case: Dying, share: float, inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    limit_bytes = int(case.tightest_bytes * share)
+    around_bytes = limit_bytes if case.around_bytes and share else None
+    other = replace(case, limit_bytes=limit_bytes, around_bytes=around_bytes)
+    folder, result = run(other, inputs, tmp_path)
+    said = read(other, folder)
+    assert said.verdict != "wrong", said.text
+    assert share or result.outcome == Outcome.OK

@@ -83,6 +83,9 @@ def weighed(
     found = plainly(command, *before, *weighin(isolation, mark), *arguments, given=given)
     lines = found.err.splitlines(keepends=True)
     own = "".join(line for line in lines if not line.startswith("weighin: "))
+    said = [line for line in lines if line.startswith("weighin: ")]
+    assert (said[0] == "weighin: The command ended well.\n") == (found.code == 0)
+    assert said[-1] == f"weighin: weighin report {OUT}\n"
     return Seen(found.out, own, found.code)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 from collections import Counter
@@ -17,7 +18,7 @@ from weighin import child_process
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit, Running, Streams
-from weighin.isolation.docker import DockerIsolation, DockerStarted
+from weighin.isolation.docker import DockerIsolation, DockerStarted, _close_stream
 from weighin.probes import cgroup
 from weighin.probes.cgroup import Cgroup, this_process
 from weighin.units import MIB
@@ -235,6 +236,30 @@ def test_the_container_sees_little_and_changes_nothing(
         "absent": [],
         "settings": ["1", os.pathsep.join(child_process.CODE_PATH)],
     }
+
+
+def test_the_container_ends_with_the_standard_input_of_its_first_process(start: Start) -> None:
+    running = start("import time; time.sleep(600)")
+    _close_stream(running._first_stdin)
+    assert ended(running) == KILLED
+    assert "was killed with its command" in running.unseen
+
+
+STARTING = """
+import os, sys
+from weighin.cell import Cell, ModelSpec
+from weighin.isolation.base import Streams
+from weighin.isolation.docker import DockerIsolation
+streams = Streams(*[os.open(os.devnull, 2)] * 3)
+DockerIsolation().start(Cell(ModelSpec("m", "x:y"), "mine", "docker"), ["sleep", "600"], "", streams)
+sys.exit(3)
+"""
+
+
+def test_a_parent_that_ends_without_closing_leaves_nothing() -> None:
+    with subprocess.Popen((sys.executable, "-c", STARTING)) as parent:
+        assert parent.wait(60) == 3
+    leftovers.wait_until(lambda: leftovers.containers(parent.pid) == [], "it is there")
 
 
 def test_an_interrupt_during_the_start_leaves_nothing(

@@ -61,6 +61,8 @@ def test_the_floor_of_a_strategy_is_what_it_holds_and_a_stopped_search_goes_on(
     assert floor["failed"] >= 1
     assert floor["with_room"]["verdict"] in ("survives", "thrashes")
     assert floor["floor_bytes"] >= HELD + 100 * MIB  # torch's own anonymous memory is more
+    unlimited = command.records("found")[0]["peaks"]["cgroup_bytes"]
+    assert floor["floor_bytes"] <= unlimited + 16 * MIB
     found = cells(command, "found")
     assert len(found) == len(set(found)) == floor["cells"]
     assert "floor of overrun: above " in ended.err

@@ -67,7 +67,7 @@ def next_to_a_killed_run(command: CommandLine, line: str) -> Ended:
         wait_for_its_end(started)
         ended = command.run(line)
         assert mounts(started) == []
-        if "slow disk at" in ended.err:
+        if "slow disk at" in ended.out + ended.err:
             break
     return ended
 
@@ -78,6 +78,14 @@ def test_the_next_run_unmounts_what_a_killed_one_left(command: CommandLine) -> N
     assert (ended.code, ended.left) == (0, [])
     assert "removed a leftover of a killed run: slow disk at " in ended.err
     assert list((command.cache / "disks").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_doctor_unmounts_what_a_killed_run_left(command: CommandLine) -> None:
+    ended = next_to_a_killed_run(command, "doctor --json -")
+    details = [one["detail"] for one in json.loads(ended.out)["capabilities"]]
+    assert [text for text in details if text.startswith("removed: slow disk at ")], details
 
 
 @pytest.mark.slow

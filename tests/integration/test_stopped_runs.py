@@ -217,6 +217,23 @@ def test_two_cells_run_at_once_and_their_records_say_so(command: CommandLine) ->
 
 @pytest.mark.cgroup
 @pytest.mark.slow
+def test_the_ranks_of_two_cells_that_run_at_once_have_their_own_samples(
+    command: CommandLine,
+) -> None:
+    ended = command.run(
+        f"bench gpt2-tiny --ranks 2 --ram 1200m -s streaming,baseline {TWO_AT_ONCE}"
+    )
+    assert (ended.code, ended.left) == (0, []), ended.err
+    found = command.records("run")
+    assert [(one["outcome"], len(one["ranks"])) for one in found] == [("ok", 2)] * 2
+    paths = [rank["samples_path"] for one in found for rank in one["ranks"]]
+    paths += [one["samples_path"] for one in found]
+    there = (command.folder / "run" / "samples").iterdir()
+    assert sorted(paths) == sorted(f"samples/{path.name}" for path in there)
+
+
+@pytest.mark.cgroup
+@pytest.mark.slow
 def test_ctrl_c_ends_all_cells_that_run_at_once_and_the_run_can_go_on(command: CommandLine) -> None:
     stopped = two_at_once(command).end(signal.SIGINT)
     assert (stopped.code, stopped.left) == (130, []), stopped.err

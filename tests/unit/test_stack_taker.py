@@ -3,18 +3,33 @@
 import ctypes
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from command_trees import command
+from leftovers import wait_until
 
 from weighin.probes.stacks import StackTaker
 from weighin.run.commands import code_of
 from weighin.units import MIB
 
 _PTRACE_SEIZE = 0x4206
+
+
+# A parent that waits for the end of a vfork is in uninterruptible sleep. The child has its own memory.
+_DISK_SLEEP = """
+import ctypes, platform, time
+number = {"x86_64": 56, "aarch64": 220}[platform.machine()]  # clone
+def sleep_in_kernel():
+    if ctypes.CDLL(None).syscall(number, 0x4000 | 17, 0, 0, 0, 0) == 0:  # CLONE_VFORK, SIGCHLD
+        time.sleep(600)
+print("started", flush=True)
+sleep_in_kernel()
+"""
 
 
 def look(taker: StackTaker, t_ns: int, usage_bytes: int) -> None:
@@ -33,6 +48,28 @@ def test_a_process_that_another_program_traces_is_read_without_being_stopped() -
         (stack,) = taker.stacks
         assert stack.frames[0].startswith("step (<string>:")
         assert taker.why == ""
+
+
+@pytest.mark.cgroup
+def test_a_process_in_uninterruptible_sleep_is_read_without_being_stopped() -> None:
+    with command(_DISK_SLEEP, start_new_session=True) as one, ExitStack() as ends:
+        ends.callback(os.killpg, one.pid, signal.SIGKILL)  # its child, too
+        one.reach("started")
+        stat = Path(f"/proc/{one.pid}/stat")
+        wait_until(lambda: ") D " in stat.read_text(), "no uninterruptible sleep")
+        taker = StackTaker(lambda: [one.pid])
+        look(taker, 1, 100 * MIB)
+        assert ["sleep_in_kernel (" in stack.frames[0] for stack in taker.stacks] == [True]
+        assert (taker.why, ") D " in stat.read_text()) == ("", True)
+
+
+@pytest.mark.cgroup
+def test_a_process_goes_on_after_its_stack_was_read() -> None:
+    with command('step("started")') as one:
+        one.reach("started")
+        look(StackTaker(lambda: [one.pid]), 1, 100 * MIB)
+        one.process.stdin.close()  # type: ignore[union-attr]
+        wait_until(lambda: one.process.poll() == 0, "the program did not go on")
 
 
 def test_without_py_spy_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
