@@ -106,7 +106,7 @@ def recommended() -> None:
     """Run the code that ``recommend`` answered, compare its model with the truth, and print JSON."""
     answer = json.loads(Path("recommended.json").read_text())
     truth, more = _truth()
-    names: dict[str, Any] = {"build_model": lambda: _model_of(truth)}
+    names: dict[str, Any] = {"build_model": lambda: _model_of(truth, more)}
     exec(re.sub(r"(?m)^# (model = |from peft )", r"\1", answer["code"]), names)
     state, buffers = _tensors(names["model"])
     wanted = {key: one.to(state[key].dtype) if key in state else one for key, one in truth.items()}
@@ -155,19 +155,25 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch
     return tensors, {key: one for key, one in model.named_buffers() if key not in state}
 
 
-def _model_of(truth: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return a module with a tensor of ones at each place; shared tensors are shared."""
-    root, made = nn.Module(), dict[int, Any]()
-    for key, one in truth.items():
+def _model_of(
+    truth: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor] | None = None
+) -> nn.Module:
+    """Return a module with an empty tensor at each place, and ``buffers``; shared tensors are shared."""
+    root, made = nn.Module(), dict[Any, Any]()
+    for key, one in {**(buffers or {}), **truth}.items():
         *path, leaf = key.split(".")
         owner = root
         for part in path:
             owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-        tensor = made.get(id(one))
+        if key not in truth:
+            owner.register_buffer(leaf, one.clone(), persistent=False)
+            continue
+        memory = one.data_ptr() or id(one), one.shape
+        tensor = made.get(memory)
         if tensor is None:
             tensor = torch.empty(one.shape, dtype=one.dtype)
             tensor = nn.Parameter(tensor) if one.is_floating_point() else tensor
-            made[id(one)] = tensor
+            made[memory] = tensor
         if isinstance(tensor, nn.Parameter):
             owner._parameters[leaf] = tensor
         else:

@@ -6,15 +6,30 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from folder_choices import _several_parts
 from fork_server import ForkServer
 from layouts import VERBS, Layout, every
+from model_differences import state_differences
 from tried import IN_ZOO, Missing, Verdict, server, tried
 
+from weighin import load_pretrained
+
 QUICK = ("load", "inspect", "convert")
-WITH_ALL_VERBS = ("tied by the config, two matrices in the file", "GGUF in Q8_0")
+OF_EACH_KIND = (
+    "fp8", "codes of modelopt", "adapter_config.json beside a model",
+    "a tag of a model in the Hub's cache", "code in the folder for a class that transformers has",
+    "sentence-transformers", "sentence-transformers with its transformer in a folder",
+    "DeepSpeed ZeRO 3, names that begin with module.",
+)  # fmt: skip
+"""A layout of each kind of which more than its weights decides what may be told."""
+WITH_ALL_VERBS = ("tied by the config, two matrices in the file", "GGUF in Q8_0", *OF_EACH_KIND)
 LAYOUTS = every()
 VERBS_BY_DAY = [
-    pytest.param(layout, QUICK if number % 6 == 0 else QUICK[:1], id=layout.name)
+    pytest.param(
+        layout,
+        QUICK if number % 6 == 0 else QUICK[:2] if layout.name in OF_EACH_KIND else QUICK[:1],
+        id=layout.name,
+    )
     for number, layout in enumerate(LAYOUTS)
 ]
 AT_NIGHT = [
@@ -57,6 +72,21 @@ def test_a_layout_is_right_or_refused_with_its_reason(
 def test_every_verb_is_right_or_refuses_it(name: str, tmp_path: Path, servers: Servers) -> None:
     (layout,) = (one for one in LAYOUTS if one.name == name)
     assert wrong(layout, tmp_path, servers, VERBS) == []
+
+
+def test_a_folder_that_sentence_transformers_saves_is_loaded_with_all_its_parts(
+    tmp_path: Path,
+) -> None:
+    """The transformer lies in the folder itself."""
+    package = pytest.importorskip("sentence_transformers")
+    (tmp_path / "parts").mkdir()
+    parts = str(_several_parts(tmp_path / "parts").path)
+    model = package.SentenceTransformer(parts, device="cpu", local_files_only=True)
+    model.save(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+    found = load_pretrained(tmp_path / "saved").state_dict()
+    assert "2.linear.weight" in found
+    assert state_differences(found, model.state_dict()) == []
 
 
 def test_the_page_names_every_layout_and_no_wrong_answer() -> None:
