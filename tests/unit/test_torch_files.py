@@ -175,9 +175,10 @@ def test_deep_and_wide_values_do_not_matter(tmp_path: Path, kind: type[dict[str,
     assert found["b"] == {1: {2: {3: []}}}
 
 
-def test_two_names_of_one_storage_in_the_list_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [(), ("0", "0"), ("0", "1"), ("1",)])
+def test_a_list_of_other_storages_is_refused(tmp_path: Path, keys: tuple[str, ...]) -> None:
     call = b"ctorch._utils\n_rebuild_tensor_v2\n(" + FLOATS + PLACE + b"\x89}tR"
-    head = legacy(pickled(b"}X\1\0\0\0w" + call + b"s"), ("0", "0"))
+    head = legacy(pickled(b"}X\1\0\0\0w" + call + b"s"), keys)
     (path := tmp_path / "model.pth").write_bytes(head + struct.pack("<q", 2) + bytes(8))
     assert message_of(path) == f"{OTHER_LENGTH.format(8)} 0"
 
