@@ -148,6 +148,13 @@ def impossible(shape: object, begin: int, end: int, dtype: str = "F32", name: st
 @pytest.mark.parametrize(
     ("header", "message"),
     [
+        ({"a": entry(0, 8, [-2])}, impossible([-2], 0, 8)),
+        ({"a": entry(0, 8, [3])}, impossible([3], 0, 8)),
+        ({"a": entry(0, 8, [4, 4, 0], "F4")}, impossible([4, 4, 0], 0, 8, "F4")),
+        ({"a": entry(0, 8, dtype=[])}, f"damaged: tensor 'a' {LACKS}"),
+        ({"a": None}, f"damaged: tensor 'a' {LACKS}"),
+        ({"a": 1}, f"damaged: tensor 'a' {LACKS}"),
+        ({"a": {"b": {}}}, f"damaged: tensor 'a' {LACKS}"),
         ({"a": entry(0, 4), "b": entry(5, 9)}, "damaged: tensor 'b' at byte 135 leaves a gap after tensor 'a'"),
         ({"a": entry(4, 8)}, "damaged: tensor 'a' at byte 73 leaves a gap after the header"),
         ({"a": entry(0, 16)}, "truncated: tensor 'a' ends at byte 86, but the file ends at byte 78"),
