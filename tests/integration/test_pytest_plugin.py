@@ -186,6 +186,8 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
                 weighin.measure("mmap_asign")
             with pytest.raises(HarnessError, match="cannot be called in another process"):
                 weighin.measure(lambda: None)
+            with pytest.raises(HarnessError, match="cannot enforce a RAM limit"):
+                weighin.measure(load, 1, keep=True, ram="2g")
         """,
     )
     result.assert_outcomes(passed=3, failed=2)
@@ -209,7 +211,7 @@ def test_a_setting_limits_all_tests_of_a_session_whose_workers_get_this_pythons_
     result = run(
         user,
         """
-        import mine, pytest, torch
+        import mine, pytest, torch, unittest
         def ones(mib): return torch.ones(mib * 2**20 // 4)
 
         def test_fits():
@@ -218,11 +220,14 @@ def test_a_setting_limits_all_tests_of_a_session_whose_workers_get_this_pythons_
 
         def test_too_much(): kept = ones(80)
 
+        class Case(unittest.TestCase):
+            def test_too_much_in_a_case(self): kept = ones(80)
+
         @pytest.mark.limit_peak("1GiB")
         def test_with_a_limit_of_its_own(): kept = ones(80)
         """,
     )
-    result.assert_outcomes(passed=2, failed=1)
+    result.assert_outcomes(passed=2, failed=2)
     too_much = "rss * MiB during the test's body, more than its limit of 60.000 MiB"
     result.stdout.fnmatch_lines(too_much)
 
