@@ -11,16 +11,15 @@ from typing import Final
 
 import yaml
 
+from pages.run_tables import caption
 from weighin.cell import Cell, ModelSpec
 from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
 from weighin.records.series import Measured
 from weighin.result import Outcome, Result
-from weighin.show import words
 from weighin.show.table import Table
 from weighin.show.words import scaled
 from weighin.suite.registry import model, strategy
-from weighin.text import markdown as escaped
 from weighin.units import GIB
 
 ABOUT: Final = (
@@ -61,9 +60,8 @@ def markdown_notebook(results: Sequence[Result]) -> str:
         host = (scaled(method["host_gib"], 1, 1), *(scaled(size, GIB, 3) for size in host_bytes))
         label = name + (f", phase {phase}" if phase else "")
         rows.append([method["method"], label, published, *gpu, *host])
-    shared = words.shared(Measured(results)).split(" · ")
-    caption = escaped(" · ".join(one for one in shared if not _USUAL.fullmatch(one)))
-    return f"{Table.of(_HEADINGS, rows, names=2).markdown()}\n\n{ABOUT}\n\n{caption}"
+    about = caption(Measured(results), _USUAL)
+    return f"{Table.of(_HEADINGS, rows, names=2).markdown()}\n\n{ABOUT}\n\n{about}"
 
 
 def _is_notebooks(cell: Cell, spec: ModelSpec) -> bool:

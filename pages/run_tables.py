@@ -30,10 +30,10 @@ _USUAL: Final = re.compile(
 CHECKED: Final = ("run", "series", "anonymous MiB", "strategy", "floor MiB", "strategy")
 
 
-def caption(run: Measured) -> str:
-    """Return what all rows share, as Markdown, without what the pages say once of all runs."""
+def caption(run: Measured, usual: re.Pattern[str] = _USUAL) -> str:
+    """Return what all rows share, as Markdown, without what the pages say once of all runs (``usual``)."""
     about = words.shared(run, without=("ram_limit_bytes",) if run.floors else ()).split(" · ")
-    text = " · ".join(one for one in about if not _USUAL.fullmatch(one))
+    text = " · ".join(one for one in about if not usual.fullmatch(one))
     return escaped(re.sub(r"measured (.*) with weighin commits?.*", r"\1", text))
 
 

@@ -75,9 +75,8 @@ class Conversion:
             )
             complete()
         except BaseException as error:
-            temporary_folders.remove_orphans(
-                self.target.parent, self._beside
-            )  # of a child that was killed
+            # Of a child that was killed.
+            temporary_folders.remove_orphans(self.target.parent, self._beside)
             if not isinstance(error, KeyboardInterrupt) or not self.target.exists():
                 raise
         return {

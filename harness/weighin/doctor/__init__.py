@@ -58,9 +58,8 @@ class Examination:
 def examine() -> Examination:
     """Test this machine; remove what killed runs left behind."""
     limits = [row for name in select.NAMES for row in _isolation(select.named(name))]
-    folders = temporary_folders.remove_orphans(
-        Path(tempfile.gettempdir()), PREFIX
-    )  # of killed runs
+    # Of runs that were killed.
+    folders = temporary_folders.remove_orphans(Path(tempfile.gettempdir()), PREFIX)
     left = [f"folder {folder}" for folder in folders] + remove_leftovers()
     return Examination((*map(_removed, left), *limits, _slow_disk(), *_figures(), *_machine()))
 

@@ -96,8 +96,8 @@ def load_streaming(
     tensor in place that already has the wanted device and dtype. Weights that the model ties are read
     once, and stay tied; as for ``load_state_dict``, the checkpoint must have each of their names.
 
-    The tensors in the checkpoint must have the names that the model gives them. A Hugging Face folder, whose library renames and converts
-    tensors, is loaded by ``load_pretrained``.
+    The tensors in the checkpoint must have the names that the model gives them. A Hugging Face folder,
+    whose library renames and converts tensors, is loaded by ``load_pretrained``.
 
     Args:
         dtype: the dtype of all floating-point tensors after the load; None keeps the model's own.
