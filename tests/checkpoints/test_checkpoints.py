@@ -37,6 +37,13 @@ AT_NIGHT = [
     for one in LAYOUTS[3::6]
 ]
 
+NOTED = [
+    pytest.param(one, ("predict", "inspect"), id=f"{one.name}, noted", marks=pytest.mark.nightly)
+    for one in LAYOUTS
+    if "predict" in one.notes
+]
+"""Where a verb must say what it takes."""
+
 Servers = Callable[[bool], ForkServer]
 """Returns the process that runs the verbs, with or without the packages of .venv-zoo."""
 
@@ -59,7 +66,7 @@ def wrong(layout: Layout, folder: Path, servers: Servers, verbs: tuple[str, ...]
     return [f"{verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
 
 
-@pytest.mark.parametrize(("layout", "verbs"), [*VERBS_BY_DAY, *AT_NIGHT])
+@pytest.mark.parametrize(("layout", "verbs"), [*VERBS_BY_DAY, *AT_NIGHT, *NOTED])
 def test_a_layout_is_right_or_refused_with_its_reason(
     layout: Layout, verbs: tuple[str, ...], tmp_path: Path, servers: Servers
 ) -> None:

@@ -71,7 +71,7 @@ def test_every_error_has_an_exit_code_that_the_help_and_the_page_explain() -> No
     }  # fmt: skip
     codes = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "suites.md").read_text(), re.MULTILINE)
     assert list(map(int, codes)) == list(errors.MEANINGS)
-    for verb in ("", "bench", "check"):
+    for verb in ("", "bench", "floor", "check", "doctor"):
         assert errors.EXPLAINED in " ".join(typed(f"{verb} --help")[1].split())
 
 

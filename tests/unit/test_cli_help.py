@@ -129,7 +129,7 @@ def test_a_file_gets_the_document_and_standard_output_the_usual_text(name: str) 
         json.loads(text)
 
 
-@pytest.mark.parametrize("name", ["report", "list"])
+@pytest.mark.parametrize("name", ["report", "list", "inspect"])
 @pytest.mark.usefixtures("_prepared")
 def test_a_file_that_cannot_be_written_is_an_error(name: str) -> None:
     code, text = typed(*VERBS[name], "--json", "/proc/out.json")

@@ -26,7 +26,7 @@ def planned(folder: Path, count: int, cells: list[Cell] = CELLS, **settings: obj
     return run
 
 
-@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("count", range(4))
 def test_a_run_that_was_stopped_says_how_far_it_came(tmp_path: Path, count: int) -> None:
     run = planned(tmp_path, count)
     records = run_folder.read(run)

@@ -304,7 +304,10 @@ def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> No
 def test_a_step_must_be_a_share_of_the_floor() -> None:
     assert (share("1%"), share("0.01"), share("10%")) == (0.01, 0.01, 0.1)
     for within in ("0", "-1%", "10.01%", "abc", "nan%"):
-        assert refused(share, within).startswith(f"--within: '{within}' is no share between 0% and")
+        assert refused(share, within) == (
+            f"--within: '{within}' is no share between 0% and 10%\n"
+            "write a percentage in this range, such as --within 1%"
+        )
 
 
 def test_only_a_search_is_resumed_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_a_record_or_plan_beyond_the_bounds_is_damaged(
     (tmp_path / name).write_text(text + "\n")
     told = refused(run_folder.read, tmp_path)
     assert "not JSON" in told
-    assert len(told) < 1000
+    assert len(told.partition("\n")[0]) < 500
 
 
 @pytest.mark.parametrize(
