@@ -234,6 +234,14 @@ def _usual_variables() -> Iterator[None]:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: an empty one, with the cache of the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
 def same(request: pytest.FixtureRequest) -> Compare:
     """Call it to compare a text with its snapshot beside the test: ``same("verbs/list.txt", output)``."""
     folder = request.path.with_name("snapshots")

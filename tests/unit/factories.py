@@ -7,6 +7,7 @@ Memory grows linearly within a phase; a cell whose cgroup charge would pass its 
 from __future__ import annotations
 
 import csv
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -72,6 +73,14 @@ def refused(
     with pytest.raises(kind) as caught:
         act(*arguments, **options)
     return str(caught.value)
+
+
+def git(folder: Path, *words: str) -> str:
+    """Return what git prints in a folder, typed by somebody who may commit there."""
+    who = ("user.name=a", "user.email=a@b", "commit.gpgsign=false", "safe.directory=*")
+    settings = [word for one in who for word in ("-c", one)]
+    command = ["git", "-C", str(folder), *settings, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def planned(

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from factories import ENVIRONMENT, MODEL_BYTES, make_cell
 
-from weighin.result import (
-    SCHEMA,
-    Cost,
-    Faults,
-    Memory,
-    Outcome,
-    Peaks,
-    Phase,
-    Pressure,
-    Result,
-    Stopped,
-)
+from weighin.result import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result
 from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000
@@ -64,33 +52,3 @@ def a_sweep() -> list[Result]:
         for strategy, lives in SWEEP.items()
         for limit, lived in zip(LIMITS, lives, strict=True)
     ]
-
-
-def searched(strategy: str, mib: int | None, seconds: float | None, repeat: int = 0) -> Result:
-    """A cell that was ready after so many seconds; killed where that is None."""
-    cell = make_cell(strategy, ram_limit_bytes=None if mib is None else mib * MIB, repeat=repeat)
-    is_slow = seconds is not None and seconds > 5
-    return Result(
-        SCHEMA, cell, Outcome.OOM_KILLED if seconds is None else Outcome.OK, environment=ENVIRONMENT,
-        model_bytes=4 * GIB, baseline=Memory(230 * MIB, 144 * MIB, 86 * MIB, 0),
-        peaks=Peaks(rss_bytes=GIB, anon_sampled_bytes=GIB),
-        ready_ns=None if seconds is None else round(seconds * SECOND),
-        faults=Faults(1, 9, 3 * 1024**2 if is_slow else 0),
-        pressure=Pressure(SECOND if is_slow else 0, 0), cost=Cost(SECOND),
-    )  # fmt: skip
-
-
-def late(result: Result) -> Result:
-    message = "still running after 300 s, in phase 'touch'"
-    stopped = Stopped(300 * SECOND, timeout_s=300.0)
-    return replace(result, outcome=Outcome.TIMEOUT, message=message, oom_kills=0, stopped=stopped)
-
-
-def a_search() -> list[Result]:
-    return [
-        searched("streaming", None, 2), searched("streaming", 4300, 2.5), searched("streaming", 4272, None),
-        searched("streaming", 4300, 2.25, 1), searched("streaming", 4300, 3, 2), searched("streaming", 4730, 2),
-        searched("mmap_assign", None, 2), searched("mmap_assign", 256, 17), late(searched("mmap_assign", 248, None)),
-        searched("mmap_assign", 256, 19, 1), searched("mmap_assign", 256, 18, 2), searched("mmap_assign", 282, 3),
-        replace(searched("broken", None, None), message="no"),
-    ]  # fmt: skip

@@ -19,12 +19,6 @@ class Started(Exception):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     """Type a command, and return the settings and the folder that its run would have started with."""
     started: list[tuple[Settings, Path | None]] = []
@@ -84,6 +78,9 @@ READ: dict[str, tuple[str, str, dict[str, Any]]] = {
     "an option counts beside its key": ("", "bench gpt2-tiny --set ram=8g --ram 4g", {"ram": [4 * 2**30]}),
     "typed stacks are read in repeats too": ("", "run --repeats 2 --stacks -- true", {"stacks": True}),
     "stacks are not read in repeats": ("", "run --repeats 2 -- true", {"stacks": False}),
+    "a command's variables may have any name": ("", "run --env my.var=1 --env BASH_FUNC_f%%=1 -- true", {
+        "variables": [{"my.var": "1", "BASH_FUNC_f%%": "1"}]}),
+    "a time-out does not end a command whose floor is searched": ("[tool.weighin]\ntimeout = 60\n", "floor -- true", {"timeout_s": 0}),
     "two models to set are two models": ("", "bench --set models=gpt2-tiny,tied-tiny", {"models": ["gpt2-tiny", "tied-tiny"]}),
 }  # fmt: skip
 
@@ -98,23 +95,10 @@ def test_what_a_run_would_start_with(name: str, asked: Measured) -> None:
         "folder": folder,
         "models": [one.source for one in settings.models],
         "strategies": [one.name for one in settings.strategies],
+        "variables": [one.environment for one in settings.commands],
     }
     found = {key: shown[key] if key in shown else getattr(settings, key) for key in wanted}
     assert found == wanted
-
-
-@pytest.mark.parametrize("name", ["my.var", "BASH_FUNC_f%%"])
-def test_a_command_may_have_a_variable_of_any_name(asked: Measured, name: str) -> None:
-    settings, _ = asked(f"run --env {name}=1 -- true")
-    assert settings.commands[0].environment == {name: "1"}
-
-
-def test_a_time_out_in_the_file_does_not_end_a_command_whose_floor_is_searched(
-    asked: Measured,
-) -> None:
-    before, _ = asked("floor -- true")
-    write("[tool.weighin]\ntimeout = 60\n")
-    assert asked("floor -- true")[0].timeout_s == before.timeout_s
 
 
 def test_the_nearest_file_with_a_table_counts_and_its_paths_are_its_own(

@@ -1,33 +1,24 @@
 """Which code was measured, the commit of the folder that a run was started in; and how far a disk reads ahead."""
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from factories import git
 
 from weighin import __version__
 from weighin.probes import environment
 from weighin.units import KIB
 
 
-def git(folder: Path, *arguments: str) -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    ended = subprocess.run(
-        ["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True
-    )
-    return ended.stdout.strip()
-
-
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    git(tmp_path, "init", "--quiet")
-    (tmp_path / "loader.py").write_text("first")
-    git(tmp_path, "add", "loader.py")
-    git(tmp_path, "commit", "--quiet", "--message", "first")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def tree(here: Path) -> Path:
+    git(here, "init", "--quiet")
+    (here / "loader.py").write_text("first")
+    git(here, "add", "loader.py")
+    git(here, "commit", "--quiet", "--message", "first")
+    return here
 
 
 def test_the_commit_of_the_folder_that_a_run_is_started_in(tree: Path) -> None:
@@ -78,16 +69,10 @@ def server_of_missing_objects(tree: Path, program: str) -> None:
             path.unlink()
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        fsmonitor,
-        clean_filter,
-        filter_of_an_included_file,
-        monitor_of_a_submodule,
-        server_of_missing_objects,
-    ],
-)
+NAMES = (fsmonitor, clean_filter, filter_of_an_included_file, monitor_of_a_submodule, server_of_missing_objects)  # fmt: skip
+
+
+@pytest.mark.parametrize("names", NAMES)
 def test_no_program_of_a_work_tree_is_run(tree: Path, names: Callable[[Path, str], None]) -> None:
     program = tree / "program"
     program.write_text(f"#!/bin/sh\ntouch {tree / 'EXECUTED'}\nexit 1\n")
@@ -131,11 +116,7 @@ def test_only_variables_that_change_figures_are_kept(monkeypatch: pytest.MonkeyP
         "GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_CONF", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
         "PYTHONDEVMODE", "PYTHONMALLOC", "PYTHONOPTIMIZE",
     }  # fmt: skip
-    secrets = {
-        "HF_TOKEN": "secret",
-        "OMP_TOKEN": "secret",
-        "TORCH_URL": "https://a:hf_" + "secret" * 3,
-    }
+    secrets = {"HF_TOKEN": "secret", "OMP_TOKEN": "secret", "TORCH_URL": f"https://a:hf_{'secret' * 3}"}  # fmt: skip
     for name, value in (dict.fromkeys(changing, "3") | secrets).items():
         monkeypatch.setenv(name, value)
     machine = environment.machine()

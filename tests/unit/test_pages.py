@@ -6,14 +6,14 @@ The committed pages are the known answers: whoever changes a table, a caption or
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from factories import make_cell, make_result, refused, write_samples
-from sweeps import a_search, a_sweep
+from factories import git, make_cell, make_result, refused, run_of, write_samples
+from sweeps import a_sweep
 
 from pages import publish
 from pages.manual import manual
@@ -52,9 +52,7 @@ def test_the_manual_page_is_that_of_these_verbs_and_groff_reads_it() -> None:
 
 
 def test_a_block_is_replaced_and_the_rest_is_not(tmp_path: Path) -> None:
-    folder = "results/published/x"
-    for result in a_sweep():
-        run_folder.append(tmp_path / folder, result)
+    run_of(tmp_path / (folder := "results/published/x"), *a_sweep())
     old = f"a\n<!-- {folder} survival -->\nstale\n<!-- end -->\nb ![c]({folder}/peaks.svg)"
     new = fill(f"{old} ![d](../{folder}/timeline.svg)", tmp_path)
     assert new.startswith(
@@ -75,8 +73,7 @@ def test_a_block_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
     (published / "runs.yaml").write_text("x: bench gpt2-tiny\n")
     for part in ("", " uses", " floors"):
         assert 'Not measured yet: `make publish ARGS="x"`.' in fill(block.format(part), tmp_path)
-    run_folder.append(published / "x", a_search()[0])
-    run = published / "x"
+    run = run_of(published / "x", make_result())
     command = f"benchmarks/predicted_runs.py {run} --json {run}/predicted.json"
     said = refused(fill, block.format(" checked"), tmp_path)
     assert f"create the file: .venv/bin/python {command}" in said
@@ -85,52 +82,41 @@ def test_a_block_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
 # -- make publish: how it measures a run, and what it keeps of it
 
 
-def git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), "-c", "safe.directory=*", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+def weighin(result: Result, *codes: int) -> Mock:
+    """Stands for `python -m weighin ...`, which leaves a run's folder, and ends with one code after the other."""
+    left = iter(codes)
 
-
-class Weighin:
-    """Stands for `python -m weighin ...`: notes how it is called, and leaves a run's folder."""
-
-    def __init__(self, results: Sequence[Result], code: int = 0) -> None:
-        self.results, self.code = results, code
-        self.calls: list[list[str]] = []
-
-    def __call__(self, command: list[str], **_: Any) -> Any:
-        self.calls.append(command[3:])
+    def measure(command: list[str], **_: Any) -> Any:
         folder = Path(command[command.index("--out" if "--out" in command else "--resume") + 1])
-        run_folder.write_plan(folder, [one.cell for one in self.results])
-        for one in self.results:
-            run_folder.append(folder, one)
-        return subprocess.CompletedProcess(command, self.code)
+        run_folder.write_plan(folder, [result.cell])
+        run_of(folder, result)
+        return subprocess.CompletedProcess(command, next(left))
+
+    return Mock(side_effect=measure)
 
 
+@pytest.mark.usefixtures("here")
 def test_a_stopped_run_goes_on_and_other_code_or_a_wrong_load_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(environment, "code", lambda: {"git_commit": "a" * 40})
     result = replace(make_result(), environment={"git_commit": "a" * 40})
     run = publish.Run("x", ("bench", "gpt2-tiny"), (result,))
-    weighin = Weighin([result], code=130)
-    monkeypatch.setattr(subprocess, "run", weighin)
+    monkeypatch.setattr(subprocess, "run", typed := weighin(result, 130, 0))
     with pytest.raises(SystemExit, match="The same command resumes it"):
         publish.measure(run)
-    weighin.code = 0
     publish.measure(run)
-    assert weighin.calls == [
+    assert [call.args[0][3:] for call in typed.call_args_list] == [
         ["bench", "gpt2-tiny", "--out", "results/publishing/x"],
         ["bench", "--resume", "results/publishing/x"],
     ]
     monkeypatch.setattr(environment, "code", lambda: {"git_commit": "b" * 40})
-    with pytest.raises(
-        SystemExit, match="was started at commit aaaaaaaaaa, but this is bbbbbbbbbb"
-    ):
+    started = "was started at commit aaaaaaaaaa, but this is bbbbbbbbbb"
+    with pytest.raises(SystemExit, match=started):
         publish.measure(run)
-    assert len(weighin.calls) == 2
+    assert typed.call_count == 2
     wrong = replace(make_result(), outcome=Outcome.WRONG_WEIGHTS, message="h.0 differs")
-    monkeypatch.setattr(subprocess, "run", Weighin([wrong]))
+    monkeypatch.setattr(subprocess, "run", weighin(wrong, 0))
     with pytest.raises(SystemExit, match="is wrong_weights: h"):
         publish.measure(replace(run, name="y"))
 
@@ -138,33 +124,28 @@ def test_a_stopped_run_goes_on_and_other_code_or_a_wrong_load_does_not(
 def test_a_whole_run_takes_the_place_of_the_published_one(tmp_path: Path) -> None:
     measured, published = tmp_path / "measured", tmp_path / "published"
     old, new = make_result(make_cell("baseline")), make_result(make_cell("streaming"))
-    run_folder.append(published, old)
-    write_samples(published, old)
+    write_samples(run_of(published, old), old)
     for name in ("report.md", "timeline.png", "predicted.json"):
         (published / name).write_text("old")
     run_folder.write_plan(measured, [new.cell])
-    run_folder.append(measured, new)
-    write_samples(measured, new)
+    write_samples(run_of(measured, new), new)
     (measured / "report.md").write_text("new")
     publish.put_in_place(measured, published)
     found = {str(path.relative_to(published)) for path in published.rglob("*") if path.is_file()}
     assert found == {"records.jsonl", "timeline.svg"}
     assert [one.cell.strategy for one in run_folder.read(published).results] == ["streaming"]
     picture = (published / "timeline.svg").read_text()
-    assert "streaming: ok" in picture
-    assert "no samples" not in picture
+    assert "streaming: ok" in picture and "no samples" not in picture
 
 
 def test_git_keeps_no_more_of_a_published_run_than_is_said() -> None:
-    shown = "".join(
-        page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
-    )
-    files = [Path(name) for name in git("ls-files", "results/published").splitlines()]
+    shown = "".join((ROOT / page).read_text() for page in PAGES)
+    files = [Path(name) for name in git(ROOT, "ls-files", "results/published").splitlines()]
     for run in publish.read(ROOT):
         if not run.results:
             continue  # nobody has measured it yet
-        operations = {one.cell.operation for one in run.results}
         cells = [one.cell for one in run.results]
+        operations = {cell.operation for cell in cells}
         kept = {"records.jsonl"} | ({"predicted.json"} if operations == {"load"} else set())
         found = {path.name for path in files if path.parent.name == run.name}
         pictures = {name for name in found if f"{run.name}/{name}" in shown}

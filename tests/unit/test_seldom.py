@@ -1,16 +1,10 @@
 """Tests of parts that have not changed are left to the night, and no others."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 import seldom
-
-
-def git(folder: Path, *words: str) -> str:
-    who = ("-c", "user.name=a", "-c", "user.email=a@b")
-    command = ["git", "-C", str(folder), *who, *words]
-    return subprocess.check_output(command, text=True, stderr=subprocess.STDOUT).strip()
+from factories import git
 
 
 @pytest.fixture
