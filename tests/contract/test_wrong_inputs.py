@@ -45,6 +45,8 @@ FILES: Final = {
     "suites/value.yaml": "models: gpt2-tiny\nrepeats: many\n",
     "suites/permission.yaml": "models: gpt2-tiny\ntrust_remote_code: true\n",
     "suites/none.yaml": "description: nothing\n", "suites/model.yaml": "models: gpt2-tinny\n",
+    "suites/keyed.yaml": f"models: {{name: mine, builder: '{BUILDER}', key: model}}\n",
+    "suites/parts.yaml": f"models: [gpt2-tiny, {{name: mine, builder: '{BUILDER}', key: model}}]\n",
     "suites/strategy.yaml": "models: gpt2-tiny\nstrategies: streeming\n",
     "suites/option.yaml": "models: gpt2-tiny\nstrategies: [{name: streaming, options: {granularty: tensor}}]\n",
     "suites/command.yaml": "commands: [{name: a, command: ./gone}]\nisolation: process\n",
@@ -59,6 +61,7 @@ FILES: Final = {
     "records/text/records.jsonl": "nothing\n", "records/list/records.jsonl": "[]\n",
     "records/future/records.jsonl": '{"schema": 99}\n', "records/key/records.jsonl": '{"schema": 1}\n',
     "taken": "mine\n", "program": "not executable\n",
+    "inner/my-nets.py": "", "inner/queue.py": "", "inner/write.py": "def use(model): ...\n",
 }  # fmt: skip
 
 
@@ -77,15 +80,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def inputs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Go to a new folder with all that the commands name."""
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+def inputs(made: Path, here: Path) -> Path:
+    """The current folder, with all that the commands name."""
+    shutil.copytree(made, here, dirs_exist_ok=True)
     for name in ("bench", "run", "floor"):
-        put_run(name, tmp_path / "runs" / name)
-    put_run("bench", tmp_path / "runs/elsewhere", checkout=Path("/home/them/weighin"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path
+        put_run(name, here / "runs" / name)
+    put_run("bench", here / "runs/elsewhere", checkout=Path("/home/them/weighin"))
+    return here
 
 
 def _make_checkpoints(folder: Path, content: bytes) -> None:
@@ -158,8 +159,7 @@ def test_a_second_run_on_the_machine_is_refused(inputs: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_named(inputs: Path) -> None:
-    words = ("bench", "gpt2-tiny", "--isolation", "process")
-    ended = typed(*words, WEIGHIN_CACHE=str(inputs / "taken"))
+    ended = typed(*BENCH, WEIGHIN_CACHE=str(inputs / "taken"))
     assert ended.code == 2
     assert ended.err.splitlines()[-2:] == [
         f"error: cannot write to the cache {inputs}/taken: Not a directory",
@@ -177,10 +177,8 @@ STRATEGIES: Final = {
 def test_strategies_that_fail_are_results_and_end_with_5(inputs: Path, same: Compare) -> None:
     for name, body in STRATEGIES.items():
         Path(f"{name}.py").write_text(f'"""Fail."""\n\ndef load(job):\n    {body}\n')
-    ended = typed(
-        *(*BENCH, "--use", "none", "--out", "run"),
-        *("-s", ",".join(f"./{name}.py" for name in STRATEGIES)),
-    )
+    names = ",".join(f"./{name}.py" for name in STRATEGIES)
+    ended = typed(*BENCH, "--use", "none", "--out", "run", "-s", names)
     assert ended.code == 5
     said = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     same("failing_strategies.txt", "\n".join(said) + "\n")

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import click
 import pytest
-from factories import make_cell, make_result, mixed_run
+from factories import make_cell, make_result, mixed_run, run_of
 from typed_here import typed
 
 from weighin import doctor, errors, install
@@ -75,21 +76,20 @@ def test_every_error_has_an_exit_code_that_the_help_and_the_page_explain() -> No
         assert errors.EXPLAINED in " ".join(typed(f"{verb} --help")[1].split())
 
 
+@pytest.mark.parametrize(("holds", "code"), [("yes", 0), ("no", 3)])
 def test_without_a_limit_that_holds_the_doctor_exits_with_3(
-    monkeypatch: pytest.MonkeyPatch,
+    holds: Literal["yes", "no"], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codes: dict[Literal["yes", "no"], int] = {"yes": 0, "no": 3}
-    for holds, code in codes.items():
-        limit = doctor.Capability("isolation cgroup enforces a limit", holds, "a probe was killed")
-        found = doctor.Examination((limit,))
-        monkeypatch.setattr(doctor, "examine", lambda found=found: found)
-        assert typed("doctor")[0] == code
+    limit = doctor.Capability("isolation cgroup enforces a limit", holds, "a probe was killed")
+    monkeypatch.setattr(doctor, "examine", lambda: doctor.Examination((limit,)))
+    assert typed("doctor")[0] == code
+
+
+Main = Callable[..., tuple[object, str, str]]
 
 
 @pytest.fixture
-def ended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[object, str, str]]:
+def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
     """Run ``main`` as the console script does; returns the exit code and both outputs."""
 
     def run(*arguments: str) -> tuple[object, str, str]:
@@ -114,11 +114,7 @@ ERRORS: list[tuple[HarnessError, int, str]] = [
 
 @pytest.mark.parametrize(("error", "code", "text"), ERRORS, ids=range(len(ERRORS)))
 def test_an_error_is_two_lines_and_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch,
-    ended: Callable[..., tuple[object, str, str]],
-    error: HarnessError,
-    code: int,
-    text: str,
+    error: HarnessError, code: int, text: str, ended: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @click.command()
     def verb() -> None:
@@ -143,15 +139,11 @@ def test_a_package_that_is_missing_or_broken_is_named(error: ImportError, fault:
     assert caught.value.repair == install.command("hf")
 
 
-def test_what_is_whole_of_a_damaged_run_is_reported(
-    ended: Callable[..., tuple[object, str, str]], tmp_path: Path
-) -> None:
-    for result in mixed_run()[:3]:
-        run_folder.append(tmp_path, result)
-    records = tmp_path / run_folder.RECORDS
+def test_what_is_whole_of_a_damaged_run_is_reported(ended: Main, tmp_path: Path) -> None:
+    records = run_of(tmp_path, *mixed_run()[:3]) / run_folder.RECORDS
     first, second, third = records.read_text().splitlines()
-    edited = json.loads(second) | {"outcome": "okay"}
-    records.write_text("\n".join([first, json.dumps(edited), third, '{"schema": 99}', '{"sch']))
+    edited = json.dumps(json.loads(second) | {"outcome": "okay"})
+    records.write_text("\n".join([first, edited, third, '{"schema": 99}', '{"sch']))
     code, _, said = ended("report", str(tmp_path), "--format", "md,html,csv")
     unknown = "Invalid enum value 'okay' - at `$.outcome`"
     torn, *rest = said.splitlines()
@@ -172,8 +164,7 @@ BOTH = ["gpt2-tiny-0123abcd", "tied-tiny-0123abcd"]
 
 
 @pytest.fixture
-def _cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+def _cached(here: Path) -> None:
     for name, size in zip(BOTH, (3000, 1000), strict=True):
         folder = temporary_folders.folder() / "models" / name
         (folder / "pt").mkdir(parents=True)
@@ -198,27 +189,17 @@ def test_on_a_terminal_the_answer_decides_what_is_deleted(
     answer: bool, line: str, question: str, code: int, said: str, left: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    asked: list[str] = []
-
-    def confirm(text: str, **_: object) -> bool:
-        asked.append(text)
-        return answer
-
-    monkeypatch.setattr(click, "confirm", confirm)
+    monkeypatch.setattr(click, "confirm", confirm := Mock(return_value=answer))
     monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda _: True, raising=False)
     found, text = typed(f"cache clear {line}")
-    assert (found, asked, names()) == (code, [question], left)
+    assert (found, names()) == (code, left)
     assert text.endswith(said)
+    confirm.assert_called_once()
+    assert confirm.call_args.args == (question,)
 
 
 @pytest.mark.usefixtures("_cached")
-def test_where_nobody_can_answer_nothing_is_deleted_but_with_yes() -> None:
-    assert typed("cache clear") == (
-        2,
-        "2 checkpoints (3.906 KiB) would be deleted, but without a terminal weighin cannot ask you"
-        " first\nto delete them without a question, add --yes",
-    )
-    assert names() == BOTH
+def test_with_yes_nothing_is_asked() -> None:
     deleted = "deleted 1 checkpoint, freed 2.930 KiB\n"
     assert typed("cache clear gpt2-tiny --yes") == (0, deleted)
     assert names() == BOTH[1:]
@@ -226,50 +207,35 @@ def test_where_nobody_can_answer_nothing_is_deleted_but_with_yes() -> None:
     assert typed("cache clear") == (0, "deleted 0 checkpoints, freed 0 B\n")
 
 
+LINES = (
+    "bench gpt2-tiny --isolation process --out new",
+    "floor gpt2-tiny --isolation cgroup --out new",
+    "bench --resume run",
+)
+
+
 @pytest.fixture
-def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a machine without cgroups pass for one that limits."""
+def _planned(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run to resume, on a machine that passes for one with cgroups."""
     monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
+    start(check_suite({"models": "gpt2-tiny", "isolation": "process"}), Path("run"))
 
 
-@pytest.mark.usefixtures("_limits")
-def test_a_run_waits_for_another_ones_end_if_it_is_told_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    patience: list[float] = []
-
-    def only_run(patience_s: float, _: object) -> None:
-        patience.append(patience_s)
-        raise HarnessError("another run", exit_code=4)
-
+@pytest.mark.usefixtures("_planned")
+def test_a_run_waits_for_another_ones_end_if_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_run = Mock(side_effect=HarnessError("another run", exit_code=4))
     monkeypatch.setattr(runner, "only_run", only_run)
-    line = "bench gpt2-tiny --isolation process --out"
-    for words in (f"{line} a", f"{line} b --set wait=true"):
-        assert typed(words)[0] == 4
-    start(check_suite({"models": "gpt2-tiny", "isolation": "process"}), Path("run"))
-    for words in (
-        "bench --resume run",
-        "bench --resume run --set wait=true",
-        "floor gpt2-tiny --isolation cgroup --out c",
-        "floor gpt2-tiny --isolation cgroup --out d --set wait=true",
-    ):
-        assert typed(words)[0] == 4
-    assert [each > 0 for each in patience] == [False, True, False, True, False, True]
-
-
-@pytest.mark.usefixtures("_limits")
-def test_a_second_run_ends_with_4_and_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
-    start(check_suite({"models": "gpt2-tiny", "isolation": "process"}), Path("run"))
-    with runner.only_run():
-        for words in (
-            "bench gpt2-tiny --isolation process --out new",
-            "floor gpt2-tiny --isolation cgroup --out new",
-            "bench --resume run",
-        ):
+    for line in LINES:
+        for words in (line, f"{line} --set wait=true"):
             assert typed(words)[0] == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert [call.args[0] > 0 for call in only_run.call_args_list] == [False, True] * len(LINES)
+
+
+@pytest.mark.usefixtures("_planned")
+def test_a_second_run_ends_with_4_and_leaves_no_folder(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOCK_VARIABLE, str(here / "lock"))
+    with runner.only_run():
+        assert [typed(line)[0] for line in LINES] == [4, 4, 4]
+    assert {path.name for path in here.iterdir()} == {"cache", "run"}

@@ -1,7 +1,6 @@
 """Models and suites from YAML: what is read, and what is wrong is named with its file, its key and the way out."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from factories import make_cell, refused
 from snapshots import Compare, answered
 from typed_here import typed
 
-from weighin.cell import Cell, Job, ModelSpec, decode_job, encode_job
+from weighin.cell import Job, decode_job, encode_job
 from weighin.errors import ConfigError
 from weighin.plan import start as plans
 from weighin.plan.loads import plan_cell
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.predict.client import predict
-from weighin.records import run_folder
-from weighin.records.series import name_of
 from weighin.settings.definition import (
     COMMANDS,
     DEFAULT_SAVING,
@@ -33,21 +30,16 @@ from weighin.suite.registry import read_strategy, strategy
 from weighin.units import GIB, MIB
 
 WRONG = Path(__file__).with_name("snapshots") / "wrong_settings.txt"
-"""What is wrong, and what is said of it. Add a line ``$ KIND YAML``, and ``pytest --rewrite`` writes the answer."""
+"""To add what is wrong, add a line ``$ KIND YAML``; ``pytest --rewrite`` writes what is said of it."""
 READERS: dict[str, Callable[[Path], object]] = {
     "suite": read_suite,
     "commands": partial(read_suite, kind=COMMANDS),
     "strategy": read_strategy,
     "saving": partial(read_strategy, operation="save"),
     "options": lambda path: check_suite(yaml.safe_load(path.read_text())),
+    "thraeds": lambda path: read_strategy(path).check_options(["thraeds"]),
     "yaml": read_mapping,
 }
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def complaint(question: str) -> str:
@@ -145,23 +137,9 @@ def test_a_key_of_yaml_is_there_once_but_may_override_a_merged_one(here: Path) -
     assert read_mapping(path)["b"] == {"x": 1, "c": 2}
 
 
-PLAIN = make_cell("streaming")
-SLOW: dict[str, Any] = {"disk_bytes_per_s": 200_000_000, "disk_latency_ns": 5_000_000}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"environment": ARENAS}, " MALLOC_ARENA_MAX=2"), (SLOW, " disk=200MB/s disk_latency=5ms")],
-    ids=["environment", "disk"],
-)
-def test_cells_of_other_settings_are_of_another_series(changes: dict[str, Any], words: str) -> None:
-    cell = replace(PLAIN, **changes)
-    assert replace(PLAIN, repeat=3).series == PLAIN.series != cell.series
-    assert name_of(cell) == f"{name_of(PLAIN)}{words}"
-    job = Job(cell, "c", "m", "s")
-    assert decode_job(encode_job(job)) == job
-    slow = make_cell(**SLOW)
-    assert replace(slow, disk_latency_ns=None).series != slow.series
+def test_a_worker_is_told_the_environment_and_the_disk_of_its_cell() -> None:
+    cell = make_cell(environment=ARENAS, disk_bytes_per_s=200_000_000, disk_latency_ns=5_000_000)
+    assert decode_job(encode_job(job := Job(cell, "c", "m", "s"))) == job
 
 
 @pytest.mark.parametrize(
@@ -173,7 +151,7 @@ def test_cells_of_other_settings_are_of_another_series(changes: dict[str, Any], 
     ids=["environment", "part"],
 )
 def test_what_a_prediction_cannot_follow(changes: dict[str, Any], cannot: str) -> None:
-    [found] = predict([plan_cell(replace(PLAIN, **changes), strategy("streaming"))])
+    [found] = predict([plan_cell(make_cell("streaming", **changes), strategy("streaming"))])
     assert found.cannot == f"weighin cannot predict {cannot}"
 
 
@@ -186,40 +164,27 @@ isolation: process
 """
 
 
-def of_commands(folder: Path, **changes: Any) -> Run:
-    (folder / "cold.bin").write_bytes(b"x")
-    (folder / "suite.yaml").write_text(TWO)
-    suite = read_suite(folder / "suite.yaml", COMMANDS)
-    settings = suite.model_copy(update={"cwd": str(folder)} | changes)
-    return start(settings, folder / "run")[0]
+@pytest.fixture
+def two(here: Path) -> Run:
+    """A run of two commands."""
+    (here / "cold.bin").write_bytes(b"x")
+    (here / "suite.yaml").write_text(TWO)
+    suite = read_suite(here / "suite.yaml", COMMANDS)
+    return start(suite.model_copy(update={"cwd": str(here)}), here / "run")[0]
 
 
-def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(here: Path) -> None:
-    first, second = of_commands(here).settings.commands
+def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(two: Run) -> None:
+    first, second = two.settings.commands
     assert (first.command, second.command) == (["sh", "-c", "echo a b"], ["true", "1"])
     assert (first.cold, first.marks, second.environment) == (["cold.bin"], ["a"], {"A": "1"})
     assert (second.cold, second.marks) == ([], [])
 
 
-def test_a_resumed_suite_keeps_the_settings_of_each_command(here: Path) -> None:
-    task = of_commands(here)
-    again = resume(task.folder, trusted=True)
-    assert again.settings == task.settings
-    assert [each.cell for each in again.planned] == [each.cell for each in task.planned]
+def test_a_resumed_suite_keeps_the_settings_of_each_command(two: Run) -> None:
+    again = resume(two.folder, trusted=True)
+    assert again.settings == two.settings
+    assert [each.cell for each in again.planned] == [each.cell for each in two.planned]
     assert [one.cell.strategy for one in again.planned] == ["first", "second"] * 2
-    plan = task.folder / "plan.json"
+    plan = two.folder / "plan.json"
     plan.write_text(plan.read_text().replace("echo a b", "echo b"))
-    assert "command sh -c 'echo b'" in refused(resume, task.folder)
-
-
-def test_a_shard_of_commands(here: Path) -> None:
-    assert "the plan has only 4 cells" in refused(of_commands, here, shard="5/5")
-    task = of_commands(here, shard="2/2")
-    assert [each.cell.strategy for each in task.planned] == ["second", "second"]
-    assert len(run_folder.read_plan(task.folder).cells) == 4
-
-
-def test_a_cell_of_a_model_has_the_series_of_before() -> None:
-    """A field with its default value is not in the hash: a new one renames no series."""
-    cell = Cell(ModelSpec("m", "a:b"), "baseline", "process")
-    assert cell.series == "baseline-f44cc69a68"
+    assert "command sh -c 'echo b'" in refused(resume, two.folder)

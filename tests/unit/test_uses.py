@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from factories import planned, refused
+from factories import planned
 
 from weighin.cell import FORWARD, NONE, USES, Cell, Job, ModelSpec, is_of_use, phase_of
 from weighin.plan.start import foreign
 from weighin.plan.task import Planned
-from weighin.records.series import name_of
 from weighin.settings.definition import Settings
 from weighin.suite.registry import chosen_uses, model, strategy
 from weighin.units import MIB
@@ -30,43 +29,25 @@ def cells_of(*names: str, **changes: Any) -> list[Planned]:
 
 def test_each_use_is_a_cell_of_its_own() -> None:
     cells = [each.cell for each in cells_of("none", "forward", "write")]
-    assert [(cell.use, cell.passes, cell.after_load) for cell in cells] == [
-        ("", 0, NONE),
-        ("", 1, FORWARD),
-        ("write", 0, "write"),
-    ]
+    found = [(cell.use, cell.passes, cell.after_load) for cell in cells]
+    assert found == [("", 0, NONE), ("", 1, FORWARD), ("write", 0, "write")]
     assert len({cell.series for cell in cells}) == 3
 
 
-def test_a_use_is_in_the_name_of_its_series_and_forward_passes_keep_theirs() -> None:
-    assert name_of(replace(CELL, use="adamw", passes=0)) == f"{name_of(CELL)} use=adamw"
-    assert name_of(replace(CELL, passes=0)).endswith(" passes=0")
-
-
-def test_a_use_is_a_name_or_a_file_of_the_users_own(tmp_path: Path) -> None:
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    """A use of the user's own."""
     (file := tmp_path / "half.py").write_text(OWN)
-    assert chosen_uses(["write", str(file)]) == {"write": "", "half": str(file)}
-    assert "did you mean 'adamw'" in refused(chosen_uses, ["adamv"])
+    return file
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("half.py", "def load(job): ...", "half.py has no function use(model)"),
-        ("half.py", "def use(", "half.py is not Python"),
-        ("write.py", OWN, "two uses are called 'write', one of them"),
-    ],
-)
-def test_an_own_file_must_be_a_use(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
-    assert message in refused(chosen_uses, [str(tmp_path / name)])
-
-
-def test_the_file_of_an_own_use_is_foreign_code_of_a_plan(tmp_path: Path) -> None:
-    (file := tmp_path / "half.py").write_text(OWN)
-    settings = Settings(use_paths={"half": str(file)})
-    [line] = foreign([Cell(model("gpt2-tiny"), "baseline", "process")], settings)
-    assert line == f"use {file}"
+def test_a_use_is_a_name_or_a_file_of_the_users_own(half: Path) -> None:
+    assert chosen_uses(["write", str(half)]) == {"write": "", "half": str(half)}
+    plan = (
+        [Cell(model("gpt2-tiny"), "baseline", "process")],
+        Settings(use_paths={"half": str(half)}),
+    )
+    assert foreign(*plan) == [f"use {half}"]
 
 
 @pytest.mark.parametrize(
@@ -148,16 +129,15 @@ def test_a_model_without_weights_to_train_says_so() -> None:
         given(codes, "sgd")
 
 
-def test_the_other_uses_do_what_they_are_called(tmp_path: Path) -> None:
+def test_the_other_uses_do_what_they_are_called(half: Path, tmp_path: Path) -> None:
     copied = given(mixed := Mixed(), "deepcopy").kept
     assert isinstance(copied, Mixed)
     assert copied.line.weight.data_ptr() != mixed.line.weight.data_ptr()
     given(mixed.to(torch.bfloat16), "to-float32")
     assert {weight.dtype for weight in mixed.parameters()} == {torch.float32}
     uses.FUNCTIONS["save"](mixed, None, tmp_path)
-    assert not list(tmp_path.iterdir())
-    (file := tmp_path / "half.py").write_text(OWN)
-    job = Job(replace(CELL, use="half"), "", "", "", use_path=str(file))
+    assert [*tmp_path.iterdir()] == [half]
+    job = Job(replace(CELL, use="half"), "", "", "", use_path=str(half))
     done = uses.function_of(job)(mixed, None, Path())
     assert done.kept is mixed and mixed.line.weight.dtype is torch.float16
 
