@@ -6,11 +6,11 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -79,11 +79,7 @@ class Seen:
 
     def sees(self, **figures: Any) -> Callable[[], None]:
         """Return a step of a script that sets figures."""
-
-        def step() -> None:
-            self.now = replace(self.now, **figures)
-
-        return step
+        return lambda: setattr(self, "now", replace(self.now, **figures))
 
     def counters(self) -> Counters:
         return self.now
@@ -129,45 +125,35 @@ class FakeRunning:
         script: Sequence[Step],
         ended: Exit = OK,
         *,
-        stderr_tail: bytes = b"",
-        pid: int | None = None,
         cgroup: Path | None = None,
         unseen: str = "",
         hangs: int = 0,
         inside: Seen | None = None,
     ) -> None:
         """``inside`` is all that a ``Watch`` sees of this worker (``play``)."""
-        self.script = deque(script)
-        self.stderr_tail = stderr_tail
-        self.closed = 0
-        self.listener: Any = None
-        self.pid: Any = pid
+        self.script, self.cgroup, self.unseen = deque(script), cgroup, unseen
+        self.closed = self.kills = 0
+        self.pid = self.opened = self.listener = cast(Any, None)
         if inside:
             self.pid = next(_pids)
             _played[self.pid] = inside
-        self.cgroup = cgroup
-        self.unseen = unseen
-        self.opened = None
-        self.kills = 0
-        self._ended = ended
-        self._hangs = hangs
+        self._ended, self._hangs = ended, hangs
 
     def wait(self, timeout_s: float) -> bool:
         while self.script:
             step = self.script.popleft()
             if isinstance(step, bytes):
                 (self.listener or KnownListener.newest).deliver(step)
-            elif isinstance(step, type):
-                if not self.script:
-                    self._hangs = max(self._hangs, 1)
-                time.sleep(min(timeout_s, 0.002))
-                return False
-            else:
+            elif not isinstance(step, type):
                 step()
-        if self.kills < self._hangs:
-            time.sleep(min(timeout_s, 0.002))
-            return False
-        return True
+            else:
+                self._hangs = self._hangs or int(not self.script)
+                break
+        else:
+            if self.kills >= self._hangs:
+                return True
+        time.sleep(min(timeout_s, 0.002))
+        return False
 
     def reap(self) -> Exit:
         return self._ended
@@ -191,13 +177,11 @@ class PlayedIsolation:
     def __init__(
         self, *scripts: Sequence[Step], name: str = "process", inside: Seen | None = None
     ) -> None:
+        self.name, self.stderr_tail = name, b""
         self.jobs: list[Job] = []
         self.steps: list[str] = []
         self.leftovers: list[str] = []
-        self.stderr_tail = b""
-        self._scripts = deque(scripts)
-        self._inside = inside
-        self.name = name
+        self._scripts, self._inside = deque(scripts), inside
 
     def check(self) -> None:
         self.steps.append("check")
@@ -223,8 +207,7 @@ class PlayedIsolation:
 def memory(mib: int, **changes: Any) -> dict[str, Any]:
     """A Memory of so many MiB, two thirds of them anonymous, as a worker sends it."""
     third = mib * MIB // 3
-    whole = Memory(mib * MIB, anon_bytes=2 * third, file_bytes=third, shmem_bytes=0)
-    return {name: getattr(whole, name) for name in Memory.__slots__} | changes
+    return asdict(Memory(mib * MIB, 2 * third, third, shmem_bytes=0)) | changes
 
 
 def event(kind: str, **fields: Any) -> bytes:
@@ -294,7 +277,6 @@ def followed(
             watch.end()
         finally:
             watch.close()
-    watch.seen.printed = running.stderr_tail if isinstance(running, FakeRunning) else b""
     result = measuring.result_of(spec, watch, 10**18)
     return replace(result, environment=watch.ranks[0].told.environment), watch
 

@@ -25,6 +25,7 @@ from weighin import __version__, install
 
 ROOT = Path(__file__).parents[2]
 WHERE = ", where URL is the address of weighin's repository"
+PLACEHOLDER = f"pip install 'weighin[hf] @ git+URL'{WHERE}"
 PYTHONS = ("3.11.0", "3.11.2", "3.12.0", "3.13.0")  # 3.11.2 is Debian 12's
 
 
@@ -41,7 +42,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("installed")
 def test_where_nothing_names_a_repository_a_placeholder_is_said_to_be_one() -> None:
-    assert install.command("hf") == f"pip install 'weighin[hf] @ git+URL'{WHERE}"
+    assert install.command("hf") == PLACEHOLDER
     assert install.command("hf", "ray") == f"pip install 'weighin[hf,ray] @ git+URL'{WHERE}"
     assert install.command() == f"pip install 'weighin @ git+URL'{WHERE}"
     assert install.upgrade() == f"pip install --upgrade 'weighin @ git+URL'{WHERE}"
@@ -54,25 +55,25 @@ def test_the_repository_of_the_metadata_is_named(installed: Path) -> None:
     assert install.upgrade() == "pip install --upgrade 'weighin @ git+https://a.b/c'"
 
 
+@pytest.mark.parametrize(
+    ("name", "details", "said"),
+    [
+        ("my clone", {"dir_info": {"editable": True}}, "pip install --editable '{}[hf]'"),
+        ("my clone", {"dir_info": {}}, "pip install '{}[hf]'"),
+        ("mine.whl", {"archive_info": {}}, "pip install '{}[hf]'"),
+        ("gone.whl", {"archive_info": {}}, PLACEHOLDER),
+    ],
+    ids=["editable", "a clone", "a wheel", "a wheel that is gone"],
+)
 def test_the_clone_or_the_wheel_that_is_still_there_is_named(
-    installed: Path, tmp_path: Path
+    installed: Path, tmp_path: Path, name: str, details: dict[str, object], said: str
 ) -> None:
-    def came_from(place: Path, **details: object) -> None:
-        found = json.dumps({"url": place.as_uri(), **details})
-        (installed / "direct_url.json").write_text(found)
-
-    clone, wheel = tmp_path / "my clone", tmp_path / "weighin-9.9-py3-none-any.whl"
-    clone.mkdir()
-    wheel.touch()
-    came_from(clone, dir_info={"editable": True})
-    assert install.command("hf") == f"pip install --editable '{clone}[hf]'"
-    assert install.command("hf", anywhere=True) == f"pip install 'weighin[hf] @ git+URL'{WHERE}"
-    came_from(clone, dir_info={})
-    assert install.command("hf") == f"pip install '{clone}[hf]'"
-    came_from(wheel, archive_info={})
-    assert install.command("hf") == f"pip install '{wheel}[hf]'"
-    wheel.unlink()
-    assert install.command("hf") == f"pip install 'weighin[hf] @ git+URL'{WHERE}"
+    (tmp_path / "my clone").mkdir()
+    (tmp_path / "mine.whl").touch()
+    place = tmp_path / name
+    (installed / "direct_url.json").write_text(json.dumps({"url": place.as_uri(), **details}))
+    assert install.command("hf") == said.format(place)
+    assert install.command("hf", anywhere=True) == PLACEHOLDER
 
 
 def test_the_pages_install_with_this_line() -> None:
@@ -91,19 +92,16 @@ def test_the_pages_install_with_this_line() -> None:
 # -- .venv
 
 
-def test_pip_says_itself_why_it_could_not_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in [one for one in os.environ if one.startswith("PIP_")]:
-        monkeypatch.delenv(name)
+def test_pip_says_itself_why_it_could_not_install(tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     own = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
-    for name, value in own.items():
-        monkeypatch.setenv(name, value)
     (tmp_path / "harness").mkdir()
     for name in ("harness/set_up.py", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    command = [sys.executable, str(tmp_path / "harness/set_up.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "harness/set_up.py")],
+        env=variables | own, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 1
     size = r"about \d+ MiB to download, \d\.\d GiB on the disk"
     assert re.match(rf"installing what .* {size}, 1 to 3 minutes\n", done.stdout)
@@ -122,7 +120,7 @@ def pins() -> dict[str, str]:
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
-def here(name: str, version: str) -> metadata.Distribution | None:
+def installed_pin(name: str, version: str) -> metadata.Distribution | None:
     """Return the package in this environment, if it is there in the version of the pin."""
     try:
         found = metadata.distribution(name)
@@ -134,10 +132,8 @@ def here(name: str, version: str) -> metadata.Distribution | None:
 def offered(name: str, python: str) -> list[str]:
     """Return the versions of a package for which the index has a wheel for this Python."""
     asked = [sys.executable, "-m", "pip", "index", "versions", name, "--only-binary=:all:"]
-    answer = subprocess.run(
-        [*asked, f"--python-version={python}"], capture_output=True, text=True, check=True
-    )
-    (line,) = [line for line in answer.stdout.splitlines() if line.startswith("Available")]
+    answer = subprocess.check_output([*asked, f"--python-version={python}"], text=True)
+    (line,) = [line for line in answer.splitlines() if line.startswith("Available")]
     return [version.partition("+")[0] for version in line.split(": ")[1].split(", ")]
 
 
@@ -145,27 +141,22 @@ def test_an_installed_pin_supports_every_promised_python() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {kind.rpartition(" ")[2] for kind in project["classifiers"] if ":: 3." in kind}
     assert {python.rpartition(".")[0] for python in PYTHONS} == named
-    found = [each for pin in pins().items() if (each := here(*pin))]
+    found = [each for pin in pins().items() if (each := installed_pin(*pin))]
     needs = {each.name: (each.metadata.get_all("Requires-Python") or [""])[0] for each in found}
     needs["weighin"] = project["requires-python"]
     assert len(needs) > 60
-    assert [
-        one for one in needs.items() for python in PYTHONS if python not in SpecifierSet(one[1])
-    ] == []
+    for name, wanted in needs.items():
+        assert [one for one in PYTHONS if one not in SpecifierSet(wanted)] == [], name
 
 
 @pytest.mark.index
 @pytest.mark.slow
 @pytest.mark.parametrize("python", nightly(*PYTHONS))  # by day, `make setup` asks for one of them
 def test_the_index_has_every_other_pin_for_every_python(python: str) -> None:
-    asked = {
-        name: version
-        for name, version in pins().items()
-        if name.startswith("torch") or not here(name, version)
-    }
+    asked = [pin for pin in pins().items() if pin[0].startswith("torch") or not installed_pin(*pin)]
     with ThreadPoolExecutor(4) as pool:
-        answers = dict(zip(asked, pool.map(lambda name: offered(name, python), asked), strict=True))
-    assert {name for name, version in asked.items() if version not in answers[name]} == set()
+        answers = pool.map(lambda pin: offered(pin[0], python), asked)
+    assert [pin for pin, there in zip(asked, answers, strict=True) if pin[1] not in there] == []
 
 
 # -- the sdist
@@ -186,8 +177,8 @@ def test_an_sdist_has_no_results_and_pypi_shows_whole_addresses(tmp_path: Path) 
         out = tmp_path / f"dist-{target}"
         command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
         variables = {name: value for name, value in os.environ.items() if name not in BUILDERS}
-        subprocess.run(
-            command, cwd=folder, env=variables | environment, check=True, capture_output=True
+        subprocess.check_output(
+            command, cwd=folder, env=variables | environment, stderr=subprocess.PIPE
         )
         (built,) = out.iterdir()
         return built

@@ -1,9 +1,9 @@
 """What a strategy sees of its cell, outside of a worker, and the checks of a worker."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,11 +17,20 @@ from weighin.suite import registry
 from weighin.worker import loading
 
 
-class NoPhases:
-    """Phases that nobody measures."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
+def load(
+    name: str,
+    path: Path,
+    build: Callable[[], nn.Module],
+    spec: ModelSpec,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **options: Any,
+) -> Any:
+    """Load a checkpoint by a strategy, as a worker asks for it, in phases that nobody measures."""
+    phases: Any = SimpleNamespace(phase=lambda _: nullcontext())
+    given = MappingProxyType(options)
+    asked = loading.Load(path, torch.device(device), dtype, given, spec, build, phases)
+    return loading.import_strategy(registry.strategy(name).path)(asked)
 
 
 def checked_load(
@@ -33,11 +42,9 @@ def checked_load(
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Load a checkpoint by a strategy, check structure and values as a worker does, and return the tensors."""
-    cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
-    load = loading.Load(path, cpu, dtype, MappingProxyType(options), spec, builder, NoPhases())
-    model = loading.import_strategy(registry.strategy(strategy).path)(load)
+    model = load(strategy, path, resolve_builder(spec.builder), spec, dtype, **options)
     tensors = loading.named_tensors(model)
-    loading.check_structure(tensors, manifest, cpu, dtype)
+    loading.check_structure(tensors, manifest, torch.device("cpu"), dtype)
     loading.check_values(loading.touch(tensors), manifest, dtype)
     return tensors
 
@@ -66,17 +73,12 @@ def manifest_of(model: nn.Module, others: Iterable[str] = ()) -> Manifest:
     """Return the manifest of the values that a model has."""
 
     def entry(name: str, tensor: torch.Tensor) -> TensorEntry:
-        floating = tensor.is_floating_point()
         own = str(tensor.dtype).removeprefix("torch.")
-        kinds = HALVES if floating else {own: tensor.dtype}
+        kinds = HALVES if tensor.is_floating_point() else {own: tensor.dtype}
+        sums = {kind: checksum(tensor.to(dtype)) for kind, dtype in kinds.items()}
+        shared_with = "embedding.weight" if name == "head.weight" else None
         return TensorEntry(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=own,
-            bytes=tensor.nbytes,
-            kind="parameter",
-            shared_with="embedding.weight" if name == "head.weight" else None,
-            checksums={kind: checksum(tensor.to(dtype)) for kind, dtype in kinds.items()},
+            name, (*tensor.shape,), own, tensor.nbytes, "parameter", shared_with, sums
         )
 
     tensors = loading.named_tensors(model, others)

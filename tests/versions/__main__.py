@@ -25,7 +25,7 @@ TESTED: Final = (
     "hostile_files", "inspect",
     "formats", "generate", "measure", "models", "predict", "predict_allocators",
     "predict_figures", "registry", "safetensors_layout", "saving", "snippet",
-    "strategy_options", "load_streaming", "streaming_reads", "keys", "synthesised", "loaders",
+    "load_streaming", "streaming_reads", "keys", "synthesised", "loaders",
     "verify", "pretrained", "kept_ties", "transformers_reader",
 )  # fmt: skip
 """Unit tests of what runs torch: the loader, the formats, the strategies and the prediction. The loader's
