@@ -21,17 +21,8 @@ from weighin import child_process
 from weighin.cell import Cell
 from weighin.child_process import PATIENCE_S, signal_each
 from weighin.errors import IsolationUnavailable, StillRunning
+from weighin.probes import cgroup as probe
 from weighin.probes import environment
-from weighin.probes.cgroup import (
-    Cgroup,
-    folders_of,
-    limits_around,
-    members_of,
-    memory_cgroup_of,
-    memory_hierarchy,
-    owned_name,
-    pressure_hierarchy,
-)
 
 # cgroup v2 allows no process in a group that enables controllers for its children.
 PARENT_LEAF = "weighin-parent"  # the leaf into which the processes of weighin's own group move
@@ -45,7 +36,7 @@ _numbers = itertools.count()
 @cache
 def groups_root() -> Path | None:
     """Return a folder in which this user can create cgroups with a memory limit."""
-    hierarchy = memory_hierarchy()
+    hierarchy = probe.memory_hierarchy()
     if hierarchy is None:
         return None
     version, mount = hierarchy
@@ -54,7 +45,7 @@ def groups_root() -> Path | None:
     candidates = [mount]
     if own := _group_of(os.getpid()):
         # A container without a cgroup namespace sees the host's root, but must keep its cells inside.
-        in_container = own == _group_of(1) or limits_around(own)
+        in_container = own == _group_of(1) or probe.limits_around(own)
         candidates = [own, mount] if in_container else [mount, own]
     return next((folder for folder in candidates if _enables_memory(folder)), None)
 
@@ -66,9 +57,9 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
     total, free = environment.total_ram_bytes(), environment.free_ram_bytes()
     if isolation == "docker":
         return total, free
-    for limit, group in limits_around(groups_root() or _group_of(os.getpid()) or Path("/")):
+    for limit, group in probe.limits_around(groups_root() or _group_of(os.getpid()) or Path("/")):
         total = min(total, limit)
-        cgroup = Cgroup(group)
+        cgroup = probe.Cgroup(group)
         reclaimed_first = cgroup.read_stat().get("inactive_file", 0)
         free = min(free, limit - (cgroup.read("usage") or 0) + reclaimed_first)
     return total, free
@@ -81,7 +72,7 @@ def enter_scope(arguments: Sequence[str]) -> None:
     manager = Path(os.environ.get("XDG_RUNTIME_DIR", ""), "systemd", "private")
     if _ENTERED in os.environ or not (shutil.which("systemd-run") and os.access(manager, os.W_OK)):
         return
-    if (memory_hierarchy() or (0,))[0] != 2 or groups_root():
+    if (probe.memory_hierarchy() or (0,))[0] != 2 or groups_root():
         return
     scope = ("systemd-run", "--user", "--scope", "--quiet", "--collect", "-p", "Delegate=yes", "--")
     if not subprocess.run((*scope, "true"), check=False).returncode:
@@ -92,7 +83,7 @@ def enter_scope(arguments: Sequence[str]) -> None:
 
 def _group_of(pid: int) -> Path | None:
     """Return the memory cgroup of a process; if that is a ``PARENT_LEAF``, the group above it."""
-    group = memory_cgroup_of(pid)
+    group = probe.memory_cgroup_of(pid)
     return group.parent if group and group.name == PARENT_LEAF else group
 
 
@@ -126,13 +117,13 @@ def roots() -> list[Path]:
     """Return the folders for cgroups: in the memory controller's hierarchy, and in a hybrid's v2 tree."""
     if (root := groups_root()) is None:
         raise IsolationUnavailable("this user may not create memory cgroups", _REPAIR)
-    pressure = pressure_hierarchy() if memory_hierarchy() == (1, root) else None
+    pressure = probe.pressure_hierarchy() if probe.memory_hierarchy() == (1, root) else None
     return [root, pressure] if pressure else [root]
 
 
 def make(cell: Cell | None = None) -> list[Path]:
     """Create cgroups with the limits of a cell."""
-    name = f"{PREFIX}{owned_name(next(_numbers))}"
+    name = f"{PREFIX}{probe.owned_name(next(_numbers))}"
     groups = [root / name for root in roots()]
     with ExitStack() as made:
         made.callback(remove, groups)
@@ -163,7 +154,7 @@ def temporary_group() -> Iterator[Path]:
 
 def limit(group: Path, limit_bytes: int) -> None:
     """Limit a cgroup's memory, without swap, so that the kernel kills instead of swapping."""
-    cgroup = Cgroup(group)
+    cgroup = probe.Cgroup(group)
     cgroup.file("limit").write_text(str(limit_bytes))
     swap, is_v1 = cgroup.file("swap"), cgroup.version == 1
     # With oom.group, the kernel would kill the whole group, unlike on v1 and in Docker.
@@ -187,7 +178,7 @@ def kill_members(group: Path) -> None:
         with suppress(OSError):
             kill.write_text("1")
     else:
-        signal_each(members_of(group))
+        signal_each(probe.members_of(group))
 
 
 def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
@@ -200,7 +191,7 @@ def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
         while group.exists():
             kill_members(group)
             try:
-                for folder in folders_of(group):
+                for folder in probe.folders_of(group):
                     Path(folder).rmdir()
             except FileNotFoundError:  # another process removed a group
                 continue

@@ -19,20 +19,7 @@ from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, ConfigError, extra
 from weighin.stream import foreign, formats, quantised
 from weighin.stream import gguf_files as gguf
-from weighin.stream.hugging_face_folder import (
-    AUTO_MAP,
-    BUILDER,
-    CONFIG,
-    MODEL_DTYPES,
-    PretrainedFolder,
-    auto_class,
-    candidates,
-    digest,
-    dtype_of,
-    models_in_code,
-    read_folder,
-    refuse_adapter,
-)
+from weighin.stream import hugging_face_folder as hf
 from weighin.stream.pretrained_library import TRANSFORMERS, WHOLE, FolderChoice, Selection
 from weighin.stream.slices import Slice, are_equal
 from weighin.text import few, one_line
@@ -40,16 +27,16 @@ from weighin.text import few, one_line
 _NAME_IT: Final = "name the class: --set model_class=CLASS (in Python: model_class='CLASS')"
 
 
-def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
+def spec_of(folder: hf.PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
     """Return the ``ModelSpec`` of a folder's model, with the class and configuration as arguments."""
-    refuse_adapter(folder.path)
+    hf.refuse_adapter(folder.path)
     config, library = folder.config, folder.library
     answer: dict[str, Any] = {"architecture": library.class_in(config)}
     if library is TRANSFORMERS:
         answer = ask(folder.path, choice=asdict(folder.choice), selection=asdict(selection))
         config = {"architectures": None} | config
         dtype = answer.pop("dtype")
-        if dtype_of(config) is None:
+        if hf.dtype_of(config) is None:
             config["dtype"] = dtype
     kwargs = {"architecture": answer.pop("architecture"), "config": config, **answer}
     path = folder.path.resolve()
@@ -77,17 +64,17 @@ def main() -> None:
         if not choices:
             return described_gguf(Path(path))
         choice = FolderChoice(**choices["choice"])
-        return described(read_folder(Path(path), choice), Selection(**choices["selection"]))
+        return described(hf.read_folder(Path(path), choice), Selection(**choices["selection"]))
 
     end_with_parent()
     Parent().answer("answer", lambda: answer(**json.loads(sys.argv[1])))
 
 
-def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:
+def described(folder: hf.PretrainedFolder, selection: Selection) -> dict[str, Any]:
     """Return the arguments for a folder's model, without ``config``, and the dtype of "auto"."""
     architecture, code = chosen_class(folder)
     slices = formats.read(folder.checkpoint, selection)
-    dtype = dtype_of(folder.config) or _dtype_in(folder, slices)
+    dtype = hf.dtype_of(folder.config) or _dtype_in(folder, slices)
     answer: dict[str, Any] = {"architecture": architecture, "dtype": dtype}
     if code:
         answer["code"] = code
@@ -100,21 +87,21 @@ def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:
     return answer
 
 
-def _dtype_in(folder: PretrainedFolder, slices: Sequence[Slice]) -> str:
+def _dtype_in(folder: hf.PretrainedFolder, slices: Sequence[Slice]) -> str:
     """Return the dtype that transformers takes if ``config.json`` names none: the index's, or the first tensor's."""
     index = folder.checkpoint
     if index == folder.path:  # shards with the usual index
-        index = next(file for file in candidates(index) if file.name.endswith(".index.json"))
+        index = next(file for file in hf.candidates(index) if file.name.endswith(".index.json"))
     if index.suffix == ".json":
         metadata = foreign.read_object(index, foreign.RESAVE).get("metadata")
         named = metadata.get("dtype") if isinstance(metadata, dict) else None
-        if dtype := dtype_of({"dtype": named}, index):
+        if dtype := hf.dtype_of({"dtype": named}, index):
             return dtype
     first = min((one.file.name for one in slices), default="")
     stored = [one for one in slices if one.file.name == first]
     if first.endswith(".safetensors"):
         stored.sort(key=lambda one: one.name)
-    return next((one.dtype_name for one in stored if one.dtype_name in MODEL_DTYPES), "float32")
+    return next((one.dtype_name for one in stored if one.dtype_name in hf.MODEL_DTYPES), "float32")
 
 
 def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[list[str]] | None:
@@ -137,7 +124,7 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[l
         values = (mapped(each).to(getattr(torch, dtype)) for each in (one, other))
         return torch.equal(*values)
 
-    model: Any = build_skeleton(resolve_builder(BUILDER), kwargs, real_buffers="non_persistent")
+    model: Any = build_skeleton(resolve_builder(hf.BUILDER), kwargs, real_buffers="non_persistent")
     if not (by_class := tied_names(model)):
         return None
     mapping = get_model_conversion_mapping(model)
@@ -166,7 +153,7 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[l
     return None if (ties := tied_names(model)) == by_class else ties
 
 
-def chosen_class(folder: PretrainedFolder) -> tuple[str, dict[str, str] | None]:
+def chosen_class(folder: hf.PretrainedFolder) -> tuple[str, dict[str, str] | None]:
     """Return the class of a folder's model, and the folder and digest of its code if this defines the class.
 
     Without ``trust_remote_code``, the folder's code may not run. The result is then transformers'
@@ -174,11 +161,11 @@ def chosen_class(folder: PretrainedFolder) -> tuple[str, dict[str, str] | None]:
     """
     config, choice, wanted = folder.config, folder.choice, folder.wanted
     if choice.trust_remote_code:
-        for auto, reference in models_in_code(config).items():
+        for auto, reference in hf.models_in_code(config).items():
             if wanted in (auto, name := reference.rpartition(".")[2]):
                 path = folder.path.absolute()
-                return name, {"folder": str(path), "sha256": digest(path)}
-    has_code = AUTO_MAP in config and not choice.model_class
+                return name, {"folder": str(path), "sha256": hf.digest(path)}
+    has_code = hf.AUTO_MAP in config and not choice.model_class
     if not (has_code or wanted.startswith("Auto")):
         return wanted, None
     kind = config.get("model_type")
@@ -188,15 +175,15 @@ def chosen_class(folder: PretrainedFolder) -> tuple[str, dict[str, str] | None]:
         return next(named, known[wanted][0]), None
     if has_code and any(wanted in classes for classes in known.values()):
         return wanted, None
-    if AUTO_MAP in config and not choice.trust_remote_code:
+    if hf.AUTO_MAP in config and not choice.trust_remote_code:
         raise ConfigError(
-            f"the model of {folder.path} needs the Python code in this folder ({AUTO_MAP} in config.json)",
+            f"the model of {folder.path} needs the Python code in this folder ({hf.AUTO_MAP} in config.json)",
             "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict,"
             " recommend, convert; in Python: trust_remote_code=True)",
         )
     if has_code:
-        auto_class(config, wanted)  # raises the error, because the code is missing
-    file, shown = folder.path / CONFIG, one_line(str(kind))
+        hf.auto_class(config, wanted)  # raises the error, because the code is missing
+    file, shown = folder.path / hf.CONFIG, one_line(str(kind))
     what = f"transformers has no {one_line(wanted)} for the model type {shown} in {file}"
     if kind is None and not folder.architectures and not choice.model_class:
         what = f"{file} names neither 'architectures' nor 'model_type'"

@@ -9,18 +9,9 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from weighin.cell import FORK, NONE, Cell
+from weighin.records import metrics
 from weighin.records.floor import Aim, Floor, searched
-from weighin.records.metrics import (
-    COLUMNS,
-    METRICS,
-    Metric,
-    grouped,
-    middle,
-    outcome_of,
-    per_model,
-    sum_of_peaks,
-    through_first_pass_ns,
-)
+from weighin.records.metrics import COLUMNS, METRICS, Metric, grouped, middle, outcome_of
 from weighin.records.series import IN_LABELS, Matrix, Measured, Row, cells_of, labels_among, varying
 from weighin.records.verdict import Typical, Verdict
 from weighin.result import Kill, OpenFile, Outcome, Process, Ran, Result, Sample
@@ -110,7 +101,9 @@ def ranks(run: Measured) -> Iterator[Table]:
             scaled(each.charges.get(number), each.model_bytes, 2),
             scaled(middle(map(unreclaimable, repeats)), each.model_bytes, 2),
             scaled(middle(one.peaks.pss_bytes for one in repeats), GIB, 3),
-            scaled(middle(sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats), GIB, 3),
+            scaled(
+                middle(metrics.sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats), GIB, 3
+            ),
             each.growth if number == max(each.by_ranks) else "",
         ]
         for each in run.ranks
@@ -177,7 +170,7 @@ def uses(run: Measured) -> Iterator[Table]:
 
 def multiple(results: Sequence[Result], figure: Metric) -> str:
     """Return the median of (the figure - anonymous memory after imports) / model size, as text."""
-    found = middle(per_model(result, figure.read(result)) for result in results)
+    found = middle(metrics.per_model(result, figure.read(result)) for result in results)
     return "-" if found is None else f"{max(found, 0.0):.2f}"
 
 
@@ -195,7 +188,7 @@ def slow_disks(run: Measured) -> Iterator[Table]:
     def time(rows: Sequence[Row]) -> str:
         repeats = run.by_series[rows[0]["group"]]
         good = [one for one in repeats if one.outcome is Outcome.OK]
-        time_ns = middle(map(through_first_pass_ns, good))
+        time_ns = middle(map(metrics.through_first_pass_ns, good))
         if time_ns is None:
             return outcome_of(each.outcome for each in repeats)
         return format_seconds(time_ns)

@@ -9,20 +9,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
+from weighin.records import series
 from weighin.records.explanation import answer as explained
 from weighin.records.floor import Aim, Floor
 from weighin.records.metrics import COLUMNS, Metric, grouped
-from weighin.records.series import (
-    DIMENSIONS,
-    IN_LABELS,
-    Measured,
-    Row,
-    cells_of,
-    labels_among,
-    split,
-    values,
-    varying,
-)
+from weighin.records.series import DIMENSIONS, IN_LABELS, Measured, Row, cells_of, labels_among
 from weighin.records.verdict import Verdict
 from weighin.result import Outcome
 from weighin.show import words
@@ -81,7 +72,7 @@ def _parts(run: Measured) -> tuple[list[Table], list[Table | Lines]]:
 
 def tables(run: Measured) -> Iterator[Table]:
     """Yield a table of all results for each operation, model and device."""
-    changing = varying(run.rows)
+    changing = series.varying(run.rows)
     by = [name for name in _APART if name in changing]
     names, groups = [name for name in changing if name not in by], [*words.apart(run.rows, by)]
     for heading, group in groups:
@@ -181,7 +172,7 @@ def explained_figures(rows: Sequence[Row] = ()) -> list[tuple[str, str, str, str
 def _failures(rows: Sequence[Row]) -> list[str]:
     """Return, for each row that is not ok, its name, and its outcome, last phase and reason."""
     label = labels_among(cells_of(rows))
-    names = [name for name in varying(rows) if name not in IN_LABELS]
+    names = [name for name in series.varying(rows) if name not in IN_LABELS]
     lines = []
     for row in (row for row in rows if row["outcome"] != Outcome.OK):
         title = " · ".join([plain(label(row["cell"])), *(words.setting(n, row) for n in names)])
@@ -202,8 +193,8 @@ def answer(run: Measured) -> list[str]:
         for result in run.results
         if (judgement := run.judgements[result.cell.id]) and judgement.verdict is Verdict.THRASHES
     }
-    changing = [name for name in SCENE if name in varying(run.rows)]
-    scenes = list(split(run.rows, changing).values())
+    changing = [name for name in SCENE if name in series.varying(run.rows)]
+    scenes = list(series.split(run.rows, changing).values())
     if run.has_floors:
         unlimited = [group for group in scenes if group[0]["ram_limit_bytes"] is None]
         return [_floors(run.floors), *(_of_scene(group, [], slow) for group in unlimited)]
@@ -232,7 +223,9 @@ def _of_scene(group: Sequence[Row], changing: Sequence[str], slow: set[str]) -> 
         texts = [f"{start}, {only}, {named[run[0]['group']]}, {works}."]
     else:
         # Rows are called variants if a strategy has several rows, one for each format or option.
-        noun = kind.words["several" if len(values(run, "strategy")) == len(run) else "variants"]
+        noun = kind.words[
+            "several" if len(series.values(run, "strategy")) == len(run) else "variants"
+        ]
         share = "all" if len(good) == len(run) else f"{len(good)} of" if good else "none of"
         does = kind.words["does"] + ("s" if len(good) < 2 else "")
         model = f" {row['model']}" if row["model"] else ""

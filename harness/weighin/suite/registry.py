@@ -20,16 +20,10 @@ from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
 from weighin.models.description import ask, spec_of
 from weighin.settings.yaml_file import read_mapping
-from weighin.stream import formats, hugging_face_folder, quantised
+from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
+from weighin.stream import hugging_face_folder as hf
 from weighin.stream.foreign import NOT_MEASURED
-from weighin.stream.hugging_face_folder import (
-    cached_snapshot,
-    is_pretrained,
-    read_folder,
-    weights_in,
-    with_adapter,
-)
 from weighin.stream.pretrained_library import (
     AS_SAVED,
     LIBRARIES,
@@ -318,11 +312,11 @@ def model_and_checkpoint(
         return _built(name, kwargs), None
     if not name.startswith(_FROM) and (file := gguf_in(path)):
         spec = ModelSpec(file.stem, TRANSFORMERS.builder, ask(file))
-        return with_adapter(spec, choice.adapter), file
-    if is_pretrained(path) and not name.startswith(_FROM):
-        folder = read_folder(path, choice)
+        return hf.with_adapter(spec, choice.adapter), file
+    if hf.is_pretrained(path) and not name.startswith(_FROM):
+        folder = hf.read_folder(path, choice)
         if folder.names_model:
-            return with_adapter(spec_of(folder, selection), choice.adapter), folder.checkpoint
+            return hf.with_adapter(spec_of(folder, selection), choice.adapter), folder.checkpoint
     if ignored := replace(choice, variant="", revision="").options:
         raise _no_folder(name, ignored)
     weights = weights_of(path, replace(choice, revision=""))
@@ -345,7 +339,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
     """Return the file or folder that ``name`` stands for; None for a built-in model or a builder."""
     if name in (known := models()) or user_code.is_file(name):
         return None
-    path = hugging_face_folder.path_of(Path(name.removeprefix(_FROM)), revision)
+    path = hf.path_of(Path(name.removeprefix(_FROM)), revision)
     if name.startswith(_FROM) or path.exists():
         if kwargs:
             raise ConfigError(
@@ -359,7 +353,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
         )
     if ":" in name:
         return None
-    cached_snapshot(name, revision)  # raises an error for a missing path or Hub model
+    hf.cached_snapshot(name, revision)  # raises an error for a missing path or Hub model
     raise UnknownName(
         "model",
         name,
@@ -377,11 +371,11 @@ def gguf_in(path: Path) -> Path | None:
 
 def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
     """Return the checkpoint at ``path``: of a Hugging Face folder with one file, this file."""
-    path = hugging_face_folder.path_of(path, choice.revision)
+    path = hf.path_of(path, choice.revision)
     if file := gguf_in(path):
         return file
-    if is_pretrained(path):
-        return weights_in(path, choice.variant)
+    if hf.is_pretrained(path):
+        return hf.weights_in(path, choice.variant)
     if choice.variant:
         raise _no_folder(str(path), (f"--set variant={choice.variant}",))
     return path
@@ -391,10 +385,10 @@ def notes_on(
     checkpoint: Path, choice: FolderChoice = AS_SAVED, architecture: str = ""
 ) -> tuple[str, ...]:
     """Return notes on a folder's class (``architecture``: what transformers took) and unloaded parts."""
-    if not is_pretrained(path := hugging_face_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
+    if not hf.is_pretrained(path := hf.folder_of(checkpoint)) or gguf_in(checkpoint):
         return ()
     notes = []
-    folder = read_folder(path, replace(choice, variant=hugging_face_folder.variant_of(checkpoint)))
+    folder = hf.read_folder(path, replace(choice, variant=hf.variant_of(checkpoint)))
     is_of_transformers = folder.library is TRANSFORMERS and folder.names_model
     if is_of_transformers and not (choice.model_class or folder.architectures):
         taken = f"{architecture}, which AutoModel chooses" if architecture else "that of AutoModel"
@@ -402,7 +396,7 @@ def notes_on(
             f"config.json names no class in 'architectures', so weighin takes {taken}; to take another"
             " class: --set model_class=CLASS"
         )
-    if parts := hugging_face_folder.parts_with_weights(path):
+    if parts := hf.parts_with_weights(path):
         notes.append(
             f"{path} is the transformer of a sentence-transformers folder; other parts that have"
             f" weights are not loaded: {', '.join(str(path / part) for part in parts)}"
