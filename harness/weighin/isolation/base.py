@@ -53,9 +53,8 @@ class Running(ABC):
     cgroup: Path | None = None
     unseen = ""  # what weighin cannot see
     shares_terminal = False  # whether the terminal itself sends Ctrl-C to the command
-    opened: Cgroup | None = (
-        None  # if its peak was reset: on v2, only this open file shows the reset
-    )
+    # If its peak was reset: on v2, only this open file shows the reset.
+    opened: Cgroup | None = None
     ended: Exit | None = None  # how the first process ended, when it was reaped
 
     def wait(self, timeout_s: float) -> bool:

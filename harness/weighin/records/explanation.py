@@ -438,11 +438,8 @@ def _growth(facts: Facts) -> Cause | None:
         if high - low >= _LEAST_BYTES:
             seconds = (end_ns - start_ns) / 1e9
             words = f"Anonymous memory grew from {size(low)} to {size(high)} in {seconds:.1f} s."
-            hint, line = (
-                "Look for objects that this line keeps.",
-                Place(place.stack, place.frames[at:]),
-            )
-            return Cause("growth", words, hint, line)
+            line = Place(place.stack, place.frames[at:])
+            return Cause("growth", words, "Look for objects that this line keeps.", line)
     return None
 
 

@@ -82,7 +82,8 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
         of = "run" if is_command else "load"
         said.append(f"waited for memory {some:.0%} of the {of} (all tasks at once {full:.0%})")
 
-    charge = highest_charge(result)
+    peak, using = result.peaks.cgroup_bytes, (p.peak_cgroup_bytes or 0 for p in result.use_phases)
+    charge = None if peak is None else max(peak, *using, 0)
     if lost_time and charge is not None and charge < min(limit, cell.ram_high_bytes or limit):
         # Below its limit, pages are reclaimed because the whole machine lacks memory.
         lost_time = False
@@ -147,11 +148,6 @@ def used_ns(result: Result) -> int | None:
     return None if result.ready_ns is None else result.ready_ns + use_ns
 
 
-def highest_charge(result: Result) -> int | None:
-    using = (phase.peak_cgroup_bytes or 0 for phase in result.use_phases)
-    return None if result.peaks.cgroup_bytes is None else max(result.peaks.cgroup_bytes, *using, 0)
-
-
 def _size_read(result: Result) -> int:
     return max(result.model_bytes or 0, result.baseline.file_bytes if result.baseline else 0)
 
@@ -188,12 +184,8 @@ def proof(
     The amounts count from the start of the load. A long time alone proves nothing: the machine may be
     busy. Rereads alone prove nothing once every byte of the model was read.
     """
-    usual_ns, size, reread, waited = (
-        reference.spent_ns,
-        reference.size_bytes,
-        reread_bytes or 0,
-        waited_ns or 0,
-    )
+    usual_ns, size = reference.spent_ns, reference.size_bytes
+    reread, waited = reread_bytes or 0, waited_ns or 0
     lacks = reread >= REFAULTS_PER_MODEL * size or waited >= STALLED_SHARE * after_ns
     is_slow = lacks and after_ns > MOST_TIME * usual_ns
     rereads = is_loading and reread > MOST_REREAD * size

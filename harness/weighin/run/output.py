@@ -20,14 +20,9 @@ from weighin.result import Mark
 from weighin.text import one_line
 
 STANDARD: Final = (1, 2)
-_MOST_MARKS: Final = 1000  # (output lines that match a pattern) of a record: the newest ones
-_TEXT_LENGTH: Final = 160
 _SILENCE_S: Final = 0.2  # after the command's end, because another process may keep its output open
 _PROMPT_S: Final = 0.05  # a line without a line end for this time is a prompt
 _LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
-_PATIENCE_S: Final = (
-    0.1  # for one search: a repeat inside a repeat, such as (a+)+, can take forever
-)
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
 
@@ -37,11 +32,8 @@ class _Channel:
     def __init__(self, target: int) -> None:
         is_terminal = os.isatty(target)
         source, command_end = os.openpty() if is_terminal else os.pipe()
-        self.target, self.source, self.command_end = (
-            target,
-            FileIO(source),
-            FileIO(command_end, "w"),
-        )
+        self.target, self.source = target, FileIO(source)
+        self.command_end = FileIO(command_end, "w")
         if is_terminal:
             tty.setraw(command_end)  # the real terminal already converts line ends
 
@@ -60,7 +52,7 @@ class Relay:
         ready: str = "",
         at_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._noted: deque[Mark] = deque(maxlen=_MOST_MARKS)
+        self._noted: deque[Mark] = deque(maxlen=1000)  # the newest ones, for the record
         self._patterns: list[Any] = []
         if patterns := [*marks, *([ready] if ready else [])]:
             import regex  # takes 0.02 s
@@ -156,7 +148,7 @@ class Relay:
         for number, line in enumerate(lines.split("\n")):
             if line and any(self._finds(each, line) for each in self._patterns):
                 t_ns = rest_ns if number else first_ns
-                self._noted.append(Mark(t_ns, one_line(line, _TEXT_LENGTH)))
+                self._noted.append(Mark(t_ns, one_line(line, 160)))
                 self._look_if_ready(line)
 
     def _look_if_ready(self, line: str) -> None:
@@ -165,8 +157,8 @@ class Relay:
             self._at_ready()
 
     def _finds(self, pattern: Any, line: str) -> bool:
-        try:
-            return pattern.search(line, timeout=_PATIENCE_S) is not None
+        try:  # a repeat inside a repeat, such as (a+)+, can take forever
+            return pattern.search(line, timeout=0.1) is not None
         except TimeoutError:
             return False
 

@@ -38,11 +38,8 @@ def sync(target: Path) -> None:
 def sizes(target: Path) -> dict[str, int]:
     """Return the fields of ``Written``."""
     stats = [file.stat() for file in files_in(target)]
-    disk_bytes, file_bytes = (
-        sum(one.st_blocks * 512 for one in stats),
-        sum(one.st_size for one in stats),
-    )
-    return {"file_bytes": file_bytes, "disk_bytes": disk_bytes, "files": len(stats)}
+    file_bytes, blocks = sum(one.st_size for one in stats), sum(one.st_blocks for one in stats)
+    return {"file_bytes": file_bytes, "disk_bytes": blocks * 512, "files": len(stats)}
 
 
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
