@@ -10,13 +10,12 @@ from typing import Any, Final
 from weighin.cell import Cell, is_of_use
 
 SCHEMA: Final = 1
-IMPORT_TRANSFORMERS: Final = "import transformers"
 UNNAMED: Final = "other"  # the phase of time outside all named ones, or of a whole load without any
 # The phases that end at ``ready``: one reads every byte of a loaded model, one writes a saved checkpoint.
 UNTIL_READY: Final = ("touch", "sync")
-_BEFORE_LOAD: Final = ("import", IMPORT_TRANSFORMERS, "import diffusers", "import timm", "prepare")
+_BEFORE: Final = ("import", "import transformers", "import diffusers", "import timm", "prepare")
 # weighin's own phases, whose names a strategy must not use:
-OURS: Final = (*_BEFORE_LOAD, *UNTIL_READY, "verify", "forward", UNNAMED)
+OURS: Final = (*_BEFORE, *UNTIL_READY, "verify", "forward", UNNAMED)
 NOT_DROPPED: Final = "not dropped"  # the page cache of a cold cell whose checkpoint stayed in it
 USUAL_PAGE_BYTES: Final = 4096  # on x86-64, and on arm64 in most distributions
 # The windows of read-ahead of a mapped file that the kernel reads at once, and cannot reclaim meanwhile.
@@ -129,7 +128,7 @@ def phases_of(phases: Sequence[Phase], *, with_use: bool = False) -> Sequence[Ph
     names = [phase.name for phase in phases]
     # The last ones count: a test that failed may have run again.
     last = {name: number for number, name in enumerate(names, 1)}
-    start = max((last.get(name, 0) for name in _BEFORE_LOAD), default=0)
+    start = max((last.get(name, 0) for name in _BEFORE), default=0)
     end = min((names.index(name) + 1 for name in UNTIL_READY if name in names), default=None)
     return phases[start : None if with_use else end]
 

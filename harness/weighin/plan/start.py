@@ -101,9 +101,6 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
     return Run(folder, ours, select.named(found.cells[0].isolation, settings.image), settings)
 
 
-# Commands ------------------------------------------------------------------------------------------
-
-
 def _plan_commands(
     settings: Settings, nodes: Sequence[Node]
 ) -> tuple[list[Planned], Isolation, str]:
@@ -165,9 +162,6 @@ def label_of(command: Sequence[str]) -> str:
             continue
         break
     return label
-
-
-# Trust ---------------------------------------------------------------------------------------------
 
 
 def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:

@@ -89,8 +89,6 @@ class Ledger:
         self._mapped_anon_bytes = 0
         self._phase_peaks: Counter[str] = Counter()
 
-    # -- storages
-
     def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> MemoryBlock:
         """Return the block of a storage; register a new one, ``allocated`` by torch just now or not."""
         storage = tensor.untyped_storage()
@@ -147,8 +145,6 @@ class Ledger:
             self._free_pinned[size] -= 1
         else:
             self.pinned_bytes += size
-
-    # -- touching memory
 
     def write(self, tensor: torch.Tensor) -> None:
         """Record a write to all elements of a tensor; really fill a small tensor with zeros."""
@@ -220,8 +216,6 @@ class Ledger:
         self._files.append(mapped_file)
         weakref.finalize(mapped, self._files.remove, mapped_file).atexit = False
         return storage
-
-    # -- sums
 
     @property
     def tensor_bytes(self) -> int:

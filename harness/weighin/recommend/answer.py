@@ -13,19 +13,8 @@ from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict.client import FORK_ALONE, predict
 from weighin.predict.prediction import Prediction
-from weighin.recommend.candidates import (
-    OWN_CODE,
-    SAVED_AS,
-    USUAL,
-    Candidate,
-    FitVerdict,
-    Limits,
-    assess,
-    behind,
-    predicted_ready_s,
-    ranked,
-    slowness,
-)
+from weighin.recommend import candidates
+from weighin.recommend.candidates import OWN_CODE, SAVED_AS, USUAL, Candidate, FitVerdict, Limits
 from weighin.recommend.prior_runs import Evidence, find
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.show.table import Column, Entry, Table
@@ -209,14 +198,16 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         (one, prediction, prior.evidence.get((one.cell.strategy, one.cell.format)))
         for one, prediction in zip(prior.planned, prior.predictions, strict=True)
     ]
-    speeds = behind(USUAL, question.disk)
-    times_slower = slowness([(one, found) for _, one, found in known if found], speeds)
+    speeds = candidates.behind(USUAL, question.disk)
+    times_slower = candidates.slowness([(one, found) for _, one, found in known if found], speeds)
     judged = []
     for one, prediction, evidence in known:
         # A strategy that does not read the selected part itself needs it as a checkpoint of its own.
         fmt = "" if question.selection and not one.cell.options else prior.checkpoint_format
-        predicted_s = times_slower * predicted_ready_s(prediction, speeds)
-        judged.append(assess(one.strategy, prediction, evidence, predicted_s, question.limits, fmt))
+        predicted_s = times_slower * candidates.predicted_ready_s(prediction, speeds)
+        judged.append(
+            candidates.assess(one.strategy, prediction, evidence, predicted_s, question.limits, fmt)
+        )
 
     def is_allowed(candidate: Candidate) -> bool:
         asks = {"resave" if one.startswith(SAVED_AS) else one for one in candidate.asks}
@@ -224,7 +215,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         return kinds <= {*question.allow}
 
     allowed = filter(is_allowed, judged)
-    return Advice(question, prior, tuple(ranked([*allowed])))
+    return Advice(question, prior, tuple(candidates.ranked([*allowed])))
 
 
 def _code(advice: Advice, best: Candidate) -> str:

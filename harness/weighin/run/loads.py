@@ -132,8 +132,6 @@ class LoadSpec(Spec):
             page_cache.drop(path for path in Path(target).rglob("*") if path.is_file())
         return []
 
-    # The result of a load -------------------------------------------------------------------------
-
     def figures(self, watch: Watch, outcome: Outcome) -> dict[str, Any]:
         ranks, told, seen = watch.ranks, watch.ranks[0].told, watch.seen
         is_whole = outcome is Outcome.OK or all(each.is_done for each in ranks)

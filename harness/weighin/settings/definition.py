@@ -65,9 +65,6 @@ class Option:
     is_repeatable: bool = False
 
 
-# The values of settings ----------------------------------------------------------------------------
-
-
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 

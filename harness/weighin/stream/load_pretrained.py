@@ -19,17 +19,10 @@ from weighin.models import pretrained, pretrained_diffusers, pretrained_timm
 from weighin.models.description import chosen_class, described_gguf
 from weighin.stream import foreign, formats, hugging_face_folder, quantised
 from weighin.stream import gguf_files as gguf
+from weighin.stream import pretrained_library as libraries
 from weighin.stream.bytes import mapped
 from weighin.stream.construct import construct, without_weights
 from weighin.stream.hugging_face_folder import PretrainedFolder
-from weighin.stream.pretrained_library import (
-    ARGUMENT,
-    DIFFUSERS,
-    PIPELINE,
-    TIMM,
-    FolderChoice,
-    Selection,
-)
 from weighin.stream.slices import Slice
 from weighin.stream.transformers_reader import Load, reading
 from weighin.text import plain
@@ -99,7 +92,7 @@ def load_pretrained(
     path = hugging_face_folder.path_of(folder, revision)
     if not path.exists():  # says what the Hub's cache has instead
         path = hugging_face_folder.cached_snapshot(str(folder), revision) or path
-    if (path / PIPELINE).is_file():
+    if (path / libraries.PIPELINE).is_file():
         raise foreign.no_model(path)
     given = {
         "variant": variant, "model_class": model_class, "revision": revision, "key": key,
@@ -118,13 +111,13 @@ def load_pretrained(
     options: dict[str, Any] = {"dtype": kind or "auto"}
     if place.type != "cpu":
         options["device_map"] = {"": place}
-    selection = Selection(key, strip_prefix)
+    selection = libraries.Selection(key, strip_prefix)
     if hugging_face_folder.find_weights(path, variant) is None and gguf.matches(path):
         check_used("a GGUF file")
         file = gguf.file_of(path)
         named = model_class or described_gguf(file)["architecture"]
         load = Load(gguf.read(file), threads, ignores_adapter=True)
-        return _loaded({"architecture": named, ARGUMENT: adapter}, file, load, options)
+        return _loaded({"architecture": named, libraries.ARGUMENT: adapter}, file, load, options)
     has_config = hugging_face_folder.is_pretrained(path)
     is_one_part = has_config and bool(model_class or adapter)  # the transformer alone
     if not is_one_part and (parts := hugging_face_folder.parts_with_weights(path)):
@@ -138,12 +131,12 @@ def load_pretrained(
             f"{path}: not a Hugging Face folder: it has no config.json",
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
-    choice = FolderChoice(variant, model_class, revision, trust_remote_code)
+    choice = libraries.FolderChoice(variant, model_class, revision, trust_remote_code)
     found = hugging_face_folder.read_folder(path, choice)
-    if found.library in (DIFFUSERS, TIMM):
+    if found.library in (libraries.DIFFUSERS, libraries.TIMM):
         check_used(f"a folder of {found.library.name}")
         wanted = getattr(torch, kind) if isinstance(kind, str) else kind or torch.float32
-        if found.library is DIFFUSERS:
+        if found.library is libraries.DIFFUSERS:
             return _of_diffusers(found, wanted, threads).to(place).eval()
         model = _of_timm(found, selection, wanted).to(place)
         model.pretrained_cfg["file"] = str(type(folder)(path))
@@ -188,7 +181,8 @@ def _of_transformers(
     if codes and not codes.dequantises:
         raise codes.error(found.path)
     name, code = chosen_class(found)
-    kwargs = {"architecture": name, "config": found.config, "code": code, ARGUMENT: adapter}
+    kwargs = {"architecture": name, "config": found.config, "code": code}
+    kwargs |= {libraries.ARGUMENT: adapter}
     try:
         model = _loaded(kwargs, found.checkpoint, load, options)
     except HarnessError as error:
@@ -230,7 +224,7 @@ def _of_diffusers(found: PretrainedFolder, dtype: torch.dtype, threads: int | No
     return own(model)
 
 
-def _of_timm(found: PretrainedFolder, selection: Selection, dtype: torch.dtype) -> Any:
+def _of_timm(found: PretrainedFolder, selection: libraries.Selection, dtype: torch.dtype) -> Any:
     loads = []
 
     def build() -> torch.nn.Module:

@@ -20,18 +20,11 @@ from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
 from weighin.models.description import ask, spec_of
 from weighin.settings.yaml_file import read_mapping
-from weighin.stream import formats, quantised
+from weighin.stream import formats, pretrained_library, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream import hugging_face_folder as hf
 from weighin.stream.foreign import NOT_MEASURED
-from weighin.stream.pretrained_library import (
-    AS_SAVED,
-    LIBRARIES,
-    TRANSFORMERS,
-    WHOLE,
-    FolderChoice,
-    Selection,
-)
+from weighin.stream.pretrained_library import AS_SAVED, TRANSFORMERS, WHOLE, FolderChoice, Selection
 from weighin.stream.slices import check_converts, pack
 from weighin.suite import user_code
 
@@ -199,7 +192,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         raise wrong("PEAK", what, '("model + tensor",)')
     if declared["pretrained"] is True:
         declared["pretrained"] = TRANSFORMERS.name
-    if declared["pretrained"] not in ("", *(each.name for each in LIBRARIES)):
+    if declared["pretrained"] not in ("", *(each.name for each in pretrained_library.LIBRARIES)):
         raise wrong("PRETRAINED", "the name of a library", '"timm"')
     declared["merges"] |= declared["needs_adapter"]
     summary = docstring.splitlines()[0] if docstring else ""
