@@ -12,10 +12,7 @@ Report = Callable[[str, float | None], None]
 
 
 def run_child(
-    request: Mapping[str, Any],
-    *,
-    report: Callable[[float], None],
-    python_path: Iterable[str] = (),
+    request: Mapping[str, Any], *, report: Callable[[float], None], python_path: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Run a child to its end with a request; return the fields of its event ``done``.
 

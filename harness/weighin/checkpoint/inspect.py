@@ -156,11 +156,7 @@ def expected(
 
 
 def _notes(
-    path: Path,
-    root: Path,
-    slices: Checkpoint,
-    unused_bytes: int,
-    found: quantised.Quantised | None,
+    path: Path, root: Path, slices: Checkpoint, unused_bytes: int, found: quantised.Quantised | None
 ) -> Iterator[str]:
     """Yield what distinguishes the checkpoint from a plain dict of tensors."""
     if unused_bytes:

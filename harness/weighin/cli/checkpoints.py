@@ -131,8 +131,7 @@ def convert(context: click.Context, typed: dict[str, Any]) -> None:
         _console.note(*notes_on(conversion.source, choice))
     with _console.working("importing torch") as show:
         done = conversion.run(
-            lambda text, share: show(f"{text}: {share or 0:.0%}"),
-            interrupts.ignore,
+            lambda text, share: show(f"{text}: {share or 0:.0%}"), interrupts.ignore
         )
     _console.deliver(typed["json"], done, sentence(done), folds=False)
 

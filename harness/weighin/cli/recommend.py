@@ -21,7 +21,7 @@ NOTHING_FITS_EXIT = 1
     *_options.settings("recommend", uses="none"),
     *parameters(
         {
-            "--allow NAMES": "What the answer may need: resave (you convert the checkpoint first), packages (you install some), weighin (you install it), or none.",
+            "--allow NAMES": "What the answer may need: resave (you convert the checkpoint first), packages (you install some), weighin (you install it), or none."
         },
         LIMITS,
         allow="resave,packages,weighin",

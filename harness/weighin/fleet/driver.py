@@ -318,10 +318,7 @@ def check_jobs(task: Run, jobs: int) -> None:
             not all(limits),
             "jobs needs --ram: cells that run at once could take each other's memory",
         ),
-        (
-            needed > free,
-            f"jobs={jobs}: {together}, but only {format_bytes(free)} of RAM are free",
-        ),
+        (needed > free, f"jobs={jobs}: {together}, but only {format_bytes(free)} of RAM are free"),
     ):
         if is_refused:
             raise ConfigError(why, "leave jobs out, or change what it names")

@@ -137,11 +137,7 @@ def why_stopped(result: Result) -> str:
 
 
 def next_cell(
-    cell: Cell,
-    results: Iterable[Result],
-    within: float,
-    highest: int,
-    aim: Aim = Aim.SURVIVES,
+    cell: Cell, results: Iterable[Result], within: float, highest: int, aim: Aim = Aim.SURVIVES
 ) -> Cell | None:
     """Return the next cell to measure in the search for the RAM floor of ``cell``; None at its end.
     ``within`` is the wanted precision, as a share of the floor, and ``highest`` the largest limit to
