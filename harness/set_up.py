@@ -23,11 +23,6 @@ DEV: Final = (
 )
 
 
-def gpu_is_here(root: Path = Path("/")) -> bool:
-    """Return whether NVIDIA's driver is loaded, or whether WSL offers its GPU."""
-    return any((root / path).exists() for path in ("dev/nvidiactl", "dev/nvidia0", "dev/dxg"))
-
-
 def create() -> None:
     """Create .venv with nothing but pip and, without a GPU, torch's CPU build."""
     if sys.version_info < (3, 11):  # noqa: UP036 (this script also starts with an older Python)
@@ -41,7 +36,8 @@ def create() -> None:
             f"{sys.executable} could not create an environment; the output above has the reason",
             "on Debian and Ubuntu: apt-get install python3-venv",
         )
-    if gpu_is_here():
+    # NVIDIA's driver is loaded, or WSL offers its GPU.
+    if any(Path("/dev", name).exists() for name in ("nvidiactl", "nvidia0", "dxg")):
         print(f"this machine has a GPU: pip installs {CUDA} of torch", flush=True)
         return
     print(f"no GPU: torch's CPU build comes from {CPU_INDEX}; without it, {CUDA}", flush=True)

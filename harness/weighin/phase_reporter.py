@@ -22,14 +22,13 @@ SOCKET, JOB = "phases", "job"  # in the folder of a cell: the socket, and a work
 PATIENCE_S: Final = 2.0
 _LONGEST_NAME: Final = 200
 LONGEST_MESSAGE: Final = 128 * 1024  # bytes; the kernel refuses a packet of more than 200 KiB
-_LONGEST_PATH: Final = 107  # bytes of a path in sockaddr_un, without the final zero (sys/un.h)
 _FIELDS: Final = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
 
 
 @contextmanager
 def address(path: str) -> Iterator[str]:
     """Yield an address of the socket at ``path`` that is short enough for the kernel."""
-    if len(os.fsencode(path)) <= _LONGEST_PATH:
+    if len(os.fsencode(path)) <= 107:  # sockaddr_un has 108 bytes, with a final zero (sys/un.h)
         yield path
         return
     folder, name = os.path.split(path)

@@ -19,7 +19,6 @@ _SIZES: Final = {"": 1, "b": 1} | {
 }
 _DECIMAL: Final = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
 _DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
-_LEAST_BYTES_PER_S: Final = 100_000  # a user who types less has usually forgotten the unit MB/s
 _TEXT: Final = r"\s*(?P<number>\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})\s*(?P<unit>[A-Za-z]*)\s*"
 
 
@@ -90,7 +89,7 @@ def parse_rate(text: str) -> int:
     """Return the rate in ``text`` in bytes per second: "200MB/s", "100MiB", where MB is 1000**2."""
     size, examples = text.strip().removesuffix("/s"), "200MB/s, 1.5GB/s or 100MiB/s"
     rate = _parse(text, _SIZES | _DECIMAL, "rate", "byte per second", examples, "/s")
-    if rate < _LEAST_BYTES_PER_S:
+    if rate < 100_000:  # a user who types less has usually forgotten the unit MB/s
         repair = f"did you mean {size}MB/s?" if size.isdigit() else "give at least 100KB/s"
         raise ConfigError(f"{text!r} is too slow: every disk reads faster", repair)
     return rate

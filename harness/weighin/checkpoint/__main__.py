@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from msgspec import convert
 
@@ -18,8 +18,6 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint import temporary_folders
 from weighin.child_process import Parent, end_with_parent
 from weighin.stream.pretrained_library import Selection
-
-_PROGRESS_EVERY_S: Final = 0.1
 
 
 def main() -> int:
@@ -66,7 +64,7 @@ def _reporting(parent: Parent, total_bytes: int) -> Iterator[None]:
     def report() -> None:
         with suppress(OSError):  # a kernel that does not count them
             before = _moved_bytes()
-            while not ended.wait(_PROGRESS_EVERY_S):
+            while not ended.wait(0.1):
                 share = (_moved_bytes() - before) / max(total_bytes, 1)
                 parent.send("progress", share=min(share, 1.0))
 

@@ -39,9 +39,6 @@ from weighin.stream.hugging_face_folder import digest, files_of_adapter
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.suite import registry, user_code
 
-_DECIDING: Final = ("peft", "compressed-tensors", "bitsandbytes", "gptqmodel")
-"""Packages that compute weights of a folder with an adapter or with quantised weights."""
-
 _VALUES: Final = 1  # increase this version when the same seed gives other values
 _TEMPORARY: Final = ".making-"
 _MANIFEST: Final = "manifest.json"
@@ -152,7 +149,8 @@ def _origin(
             origin += [str(code), digest(code.parent if code.name == "__init__.py" else code)]
         origin += registry.versions(["torch", "transformers"]).items()
     elif library := library_of(model.builder):
-        names = ["torch", library.name, *_DECIDING]
+        # The last four compute weights of a folder with an adapter or with quantised weights.
+        names = ["torch", library.name, "peft", "compressed-tensors", "bitsandbytes", "gptqmodel"]
         origin += [dtype, *registry.versions(names).items()]
     if checkpoint is None:
         return [*origin, seed, _VALUES]

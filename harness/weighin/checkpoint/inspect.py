@@ -26,7 +26,6 @@ Document = dict[str, Any]
 """The content of ``--json``."""
 
 _SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
-_SHOWN_FILES: Final = 5
 
 
 def _storages(slices: Sequence[Slice]) -> tuple[int, int]:
@@ -198,7 +197,7 @@ def tables(found: Document, *, show_all: bool = False) -> list[Table | str]:
     files = [
         f"{one_line(file['name'], 100)} ({format_bytes(file['bytes'])})" for file in found["files"]
     ]
-    lines.append(f"files: {few(files, _SHOWN_FILES)}")
+    lines.append(f"files: {few(files, 5)}")
     needs = []
     for need in sorted(found["expected"], key=lambda need: layout not in need["layouts"]):
         sizes = (need["anonymous_bytes"], need["mapped_bytes"])

@@ -38,7 +38,6 @@ from weighin.stream.tensors import named_tensors, non_persistent_buffers
 from weighin.stream.write import run_parallel, write
 from weighin.text import plain
 
-_STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
 
 
@@ -348,4 +347,4 @@ def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[tor
         if are_bytes:
             yield piece.random_(generator=generator)
         else:
-            yield piece.normal_(mean, _STANDARD_DEVIATION, generator=generator).to(dtype)
+            yield piece.normal_(mean, 0.02, generator=generator).to(dtype)

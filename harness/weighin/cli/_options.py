@@ -18,8 +18,6 @@ from weighin.errors import ConfigError
 if TYPE_CHECKING:
     from weighin.settings.definition import Settings
 
-DEFAULT_MODEL: Final = "gpt2-small"
-
 
 def settings(verb: str, **usual: str) -> list[click.Parameter]:
     """Return the options of ``verb``; ``usual`` are its own defaults, for the help."""
@@ -144,7 +142,7 @@ def read(context: click.Context, defaults: Mapping[str, Any] = MappingProxyType(
         if model := one_model(context):
             typed["models"] = [model]
         if not suite:
-            start["models"] = [DEFAULT_MODEL]
+            start["models"] = ["gpt2-small"]
     if without := [definition.typed_as(key, verb) for key in typed if key in unused]:
         repair = f"leave {without[0]} out"
         raise ConfigError(f"{without[0]}: it has no effect on weighin {verb}", repair)

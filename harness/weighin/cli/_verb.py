@@ -20,8 +20,6 @@ WRITE: Final = "Where to write"
 OTHER: Final = "Options"
 PATH: Final = click.Path(path_type=Path)
 _PATHS: Final = ("FILE", "FOLDER", "RUN", "RUNS", "SOURCE", "TARGET")
-_LONGEST_BESIDE: Final = 30
-"""A term of at most this many columns (in a narrow terminal, of half of it) has its definition beside it."""
 
 
 class Option(click.Option):
@@ -69,7 +67,7 @@ def wrap(text: str, width: int) -> list[str]:
 def definitions(rows: Sequence[tuple[str, str]], width: int, indent: int = 2) -> Iterator[str]:
     """Yield lines of (term, definition) pairs; after a long term, the definition has its own line."""
     longest = max((len(term) for term, _ in rows), default=0)
-    column = indent + min(longest, _LONGEST_BESIDE, width // 2) + 2
+    column = indent + min(longest, 30, width // 2) + 2
     for term, definition in rows:
         head = " " * indent + term
         lines = wrap(definition, width - column)

@@ -16,8 +16,6 @@ from weighin.units import format_bytes
 if TYPE_CHECKING:
     from weighin.show.table import Table
 
-DECLINED_EXIT = 1
-
 
 @verb(
     *parameters(
@@ -188,7 +186,7 @@ def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
         _console.console().print(_table(chosen))
         if not click.confirm(f"Delete {counted} ({size})?", err=True):
             _console.note("nothing was deleted")
-            context.exit(DECLINED_EXIT)
+            context.exit(1)
     removed = cache.clear(model) if chosen else []
     freed = sum(one["bytes"] for one in removed)
     text = f"deleted {counted}, freed {format_bytes(freed)}"

@@ -7,8 +7,6 @@ import click
 from weighin.cli import _console, _options
 from weighin.cli._verb import verb
 
-NO_LIMIT_EXIT = 3
-
 
 @verb(
     _options.JSON,
@@ -30,4 +28,4 @@ def doctor(context: click.Context, typed: dict[str, Any]) -> None:
     examination = of_machine.examine()
     _console.deliver(typed["json"], examination.as_json(), of_machine.table(examination))
     if not examination.holds_a_limit:
-        context.exit(NO_LIMIT_EXIT)
+        context.exit(3)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from weighin.recommend.answer import Question
     from weighin.settings.definition import Settings
 
-NOTHING_FITS_EXIT = 1
-
 
 @verb(
     _options.MODEL,
@@ -56,7 +54,7 @@ def recommend(context: click.Context, typed: dict[str, Any]) -> None:
     parts = answer.parts(advice, None if typed["all"] else answer.SHOWN)
     _console.deliver(typed["json"], advice.as_json(), *parts, folds=False)
     if not advice.best:
-        context.exit(NOTHING_FITS_EXIT)
+        context.exit(1)
 
 
 def question_of(context: click.Context, settings: "Settings") -> "Question":

@@ -24,9 +24,7 @@ from weighin.show.table import Column, Entry, Table
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
 
-_PROBE: Final = Path(__file__).with_name("oom_probe.py")
 _PROBE_LIMIT_BYTES: Final = 384 * MIB
-_GPU_FILES: Final = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL and of AMD
 _KINDS: Final = {"yes": "ok", "partly": "changed", "no": "failed"}  # of an entry: its colour
 
 Verdict = Literal["yes", "partly", "no"]
@@ -101,7 +99,7 @@ def _isolation(isolation: Isolation) -> Iterator[Capability]:
 
 
 def _prove(isolation: Isolation) -> tuple[Verdict, str]:
-    spec, probe = model("gpt2-tiny"), read_strategy(_PROBE)
+    spec, probe = model("gpt2-tiny"), read_strategy(Path(__file__).with_name("oom_probe.py"))
     checkpoint = cache.ensure(spec, "pt")
     cell = Cell(spec, probe.name, isolation.name, ram_limit_bytes=_PROBE_LIMIT_BYTES)
     job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), str(probe.path))
@@ -181,7 +179,7 @@ def _machine() -> Iterator[Capability]:
     yield Capability("RAM", "yes", f"{format_bytes(free)} free of {format_bytes(total)}{limited}")
     disk = format_bytes(shutil.disk_usage(temporary_folders.folder()).free)
     yield Capability("disk for checkpoints", "yes", f"{disk} free at {temporary_folders.folder()}")
-    if not any(Path(file).exists() for file in _GPU_FILES):
+    if not any(Path("/dev", one).exists() for one in ("nvidiactl", "dxg", "kfd")):  # or WSL, AMD
         yield Capability("CUDA GPU", "partly", "none: cells load to the CPU only")
         return
     seen = gpu_memory.look()

@@ -29,9 +29,7 @@ with extra("ray", "--engine ray"):
 SLOT: Final = "weighin_slot"
 START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
 """The command that starts a node; add --head for the first node, and --address for the others."""
-_MONITOR: Final = "RAY_memory_monitor_refresh_ms"
 _WAIT_S: Final = 0.5
-_CANCELLING_S: Final = 45.0
 _ANSWER_S: Final = 120.0  # for what a node has
 
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
@@ -47,7 +45,7 @@ def run(assignment: Mapping[str, Any]) -> Answer:
     place = ray.get_runtime_context().get_node_id()
     try:
         raylet = next(p for p in psutil.Process().parents() if p.name() == "raylet").environ()
-        if raylet.get(_MONITOR, "").strip() == "0":
+        if raylet.get("RAY_memory_monitor_refresh_ms", "").strip() == "0":
             is_tested = place in assignment["is_tested"]
             return place, run_here({**assignment, "is_tested": is_tested}, raylet)
         why = "Ray's memory monitor is on, and would kill cells before their limit does"
@@ -108,7 +106,7 @@ class Cluster:
         if tasks := [each.task for each in assignments]:  # type: ignore[attr-defined]
             for task in tasks:
                 ray.cancel(task)
-            ray.wait(tasks, num_returns=len(tasks), timeout=_CANCELLING_S)
+            ray.wait(tasks, num_returns=len(tasks), timeout=45.0)
 
     def find(self) -> list[Node]:
         """Ask all nodes at the same time what they have; return those that can measure."""

@@ -35,7 +35,6 @@ _UNSEEN_OF_COMMAND: Final = (
     ", so these are not seen: kernel memory, huge pages, and files in memory that no process maps"
     " (memfd, /dev/shm)"
 )
-_NOT_ORPHANS: Final = ("py-spy",)  # weighin itself starts it beside a command
 _PAUSE_S: Final = 0.005  # a killed process takes a moment to end, and may just have forked
 _numbers = itertools.count()
 
@@ -263,7 +262,7 @@ class ProcessTree:
                 if one in self._foreign or parent in foreign:
                     foreign.add(one.pid)
                     self._foreign.add(one)
-                elif is_orphan and one.name() in _NOT_ORPHANS:
+                elif is_orphan and one.name() == "py-spy":  # weighin itself starts it
                     continue
                 elif is_orphan or one.pid == self.pid or parent in family:
                     family.add(one.pid)

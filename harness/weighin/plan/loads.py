@@ -25,7 +25,6 @@ _FOLDERS: Final = {
     "diffusers": "parts of diffusers pipelines",
     "timm": "folders of timm",
 }
-_ON_CPU: Final = (TO_DEVICE, FORK)  # the uses of a model on the CPU
 
 
 def plan(
@@ -152,7 +151,7 @@ def _obstacles(
         (cell.format not in info.formats, f"{name} does not {'write' if is_save else 'read'} {cell.format}, only {able}"),
         (of_gguf, f"{name} of a GGUF file {of_gguf}"),
         (cell.use and cell.ranks > 1, f"the use {cell.use} is measured in one process: --ranks 1"),
-        (cell.use in _ON_CPU and kind != "cpu", f"the use {cell.use} needs a model on the CPU"),
+        (cell.use in (TO_DEVICE, FORK) and kind != "cpu", f"the use {cell.use} needs a model on the CPU"),
         (info.shares_load and cell.ranks == 1, f"{name} divides a load: it needs --ranks 2 or more"),
         (is_of_folder and folder_library(cell.model) != info.pretrained, f"{name} loads {_FOLDERS.get(info.pretrained)} only"),
         (kind not in info.devices, f"{name} does not {'save from' if is_save else 'load to'} {kind}"),

@@ -33,8 +33,6 @@ from weighin.settings.definition import Settings, read_plan
 from weighin.text import one_line, printable
 from weighin.units import format_exact
 
-_LABEL_LENGTH: Final = 60  # characters of all commands in the name of a run's folder
-_PLANS: Final = "plans.sha256"  # the file of the digests in weighin's cache
 _VALUE_LENGTH: Final = 120
 _INTERPRETERS: Final = re.compile(r"(python|pypy|perl|ruby|node|bash|sh)[\d.]*")
 _CODE: Final = re.compile(r"-[A-Za-z]*[ceEp]|-|--eval|--print")
@@ -48,7 +46,7 @@ def start(
     """Plan a new run, write its plan, and return the run and notes; ``nodes`` measure it, if not this machine."""
     if settings.commands:
         planned, isolation, note = _plan_commands(settings, nodes)
-        labels = ["-".join(dict.fromkeys(each.cell.strategy for each in planned))[:_LABEL_LENGTH]]
+        labels = ["-".join(dict.fromkeys(each.cell.strategy for each in planned))[:60]]
     else:
         from weighin.plan import loads  # imports formats and strategies, which take 0.2 s
 
@@ -219,7 +217,7 @@ def _digest(plan: bytes) -> bytes:
 def _own_plans(mode: Literal["r", "a"]) -> FileIO:
     """Open the cache's file of digests; raise OSError if others may have written it."""
     careful = os.O_NOFOLLOW | os.O_NONBLOCK
-    path = temporary_folders.folder() / _PLANS
+    path = temporary_folders.folder() / "plans.sha256"
     file = FileIO(path, mode, opener=lambda path, flags: os.open(path, flags | careful, 0o600))
     state = os.fstat(file.fileno())
     is_file = stat.S_ISREG(state.st_mode) and state.st_nlink == 1

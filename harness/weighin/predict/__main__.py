@@ -41,7 +41,6 @@ from weighin.text import one_line
 from weighin.worker import uses
 from weighin.worker.loading import example_inputs, settle_math
 
-_PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
 _STARTS: Final = (
     "subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system",
 )  # fmt: skip
@@ -109,7 +108,7 @@ def _in_fork(
     if child == 0:
         end_with_parent()
         # Small tensors are really written: a huge page would make 2 MiB resident for each.
-        ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE in linux/prctl.h
         os.close(reading)
         try:
             answer = step(_cell(request), request)

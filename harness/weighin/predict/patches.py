@@ -28,11 +28,8 @@ from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
 from weighin.units import MIB
 
-_CERTAIN_DEVIATIONS: Final = 8  # a normal distribution exceeds 8 standard deviations once in 1e15
 _OF_A_STEP_BYTES: Final = 2 * MIB  # the codes, float32 values and result of 64 Ki elements
 _CUDA: Final = torch.device("cuda", 0)
-_PRIORITY: Final = 15  # of a handler of torch.load, between that of the CPU (10) and of CUDA (20)
-_POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not name
 
 
 @contextmanager
@@ -180,7 +177,7 @@ def _prefetches() -> Any:
 
     class Mapping(mmap.mmap):
         def madvise(self, option: int, *stretch: int) -> None:
-            if option != _POPULATE_READ:
+            if option != 22:  # MADV_POPULATE_READ, which Python's mmap does not name
                 super().madvise(option, *stretch)
 
     return patch.object(mmap, "mmap", Mapping)
@@ -196,7 +193,7 @@ def _truncated() -> Any:
         try:
             return original(tensor, mean, std, a, b, **others)
         except CannotFollow:
-            if min(mean - a, b - mean) < _CERTAIN_DEVIATIONS * std:
+            if min(mean - a, b - mean) < 8 * std:  # a normal distribution exceeds this once in 1e15
                 raise
             return tensor
 
@@ -311,7 +308,7 @@ def _deserialized() -> Iterator[None]:
     registry = "_package_registry"
     before = [*getattr(torch.serialization, registry)]
     with patch.object(torch.serialization, registry, before):
-        torch.serialization.register_package(_PRIORITY, lambda _: None, move)
+        torch.serialization.register_package(15, lambda _: None, move)  # between CPU and CUDA
         yield
 
 

@@ -20,9 +20,7 @@ from weighin.text import one_line
 from weighin.units import MIB
 
 _SHARE: Final = 0.05  # of a processor's time in which to examine processes, as this disturbs them
-_LIBRARY: Final = re.compile(r"\.so(\.[\d.]+)?$")
 _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
-_SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 
 
 class Pause:
@@ -112,7 +110,7 @@ class ProcessTable:
         for pid in pids:
             self._running.setdefault(pid, _Seen(pid, t_ns, t_ns)).end_ns = t_ns
         running = self._running.values()
-        new = [seen for seen in running if t_ns - seen.start_ns < _SETTLED_NS]
+        new = [seen for seen in running if t_ns - seen.start_ns < 2e8]  # a fork may call exec
         with self._reading as is_due:
             for seen in running if is_due else new:
                 seen.read(self._running)
@@ -171,7 +169,7 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
             if (size := _size(str(link))) < MIB:
                 continue
             path = str(link.readlink()).removesuffix(" (deleted)")
-            if _LIBRARY.search(path):  # the linker has it open to read its header
+            if re.search(r"\.so(\.[\d.]+)?$", path):  # the linker has it open to read its header
                 continue
             position, flags, *_ = read_text(f"/proc/{pid}/fdinfo/{link.name}").split("\n")
             if int(flags.split()[1], 8) & os.O_ACCMODE != os.O_WRONLY:

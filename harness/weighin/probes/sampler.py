@@ -27,7 +27,6 @@ from weighin.result import Sample
 from weighin.units import MIB
 
 _INTERVAL_S: Final = 0.02
-_LOAD_INTERVAL_S: Final = 0.005
 _SEARCH_S: Final = 0.1  # between two searches for descendants, or readings of other processes
 
 
@@ -59,7 +58,7 @@ class Sampler:
         self._loading, self._measured = loading, {pid, os.getpid(), *loading}
         self._at_sample = at_sample
         # Ranks take no more processor time than one process.
-        self._interval_s = len(loading) * _LOAD_INTERVAL_S or _INTERVAL_S
+        self._interval_s = len(loading) * 0.005 or _INTERVAL_S
         self._opened: dict[str, int] = {}
         self._members = [pid]
         self._look_around_ns = 0  # when the members and kills of a load's cgroup are read again

@@ -24,9 +24,7 @@ from weighin.units import MIB, format_bytes, format_exact
 
 PASSES: Final = 3
 COARSEST: Final = 0.10
-ROOM: Final = 1.1
 KILLED: Final = "killed"
-_LEAST_OF_DOCKER: Final = 6 * MIB  # the Docker engine refuses a smaller limit
 # A limit must also cover page tables and the kernel's per-CPU page lists: the floors of copying loads
 # were 4 to 9 MiB above the sampled maximum of anonymous memory for a load of 1.5 GiB.
 _BESIDE_COPIES_BYTES: Final = 4 * MIB
@@ -88,7 +86,7 @@ class Floor:
         self.per_model = found / size if found and size else None
         above = None if found is None or imported is None else found - imported
         self.above_import_per_model = None if above is None or not size else above / size
-        self.room_bytes = round((working or 0) * ROOM / MIB) * MIB
+        self.room_bytes = round((working or 0) * 1.1 / MIB) * MIB
         self.step_bytes = found - (failing or 0) if found else None
         failed = [*filter(None, ends.get(failing or 0, ()))] if found else []
         self.below, self.failed = ", ".join(dict.fromkeys(failed)), len(failed)
@@ -154,7 +152,7 @@ def next_cell(
     step = 1 << (coarsest.bit_length() - 1)
     # The second and the third limit are one step away from the limit before; then the distance doubles.
     jump = step << max(0, len(repeats) - 3)
-    least = max(step, _LEAST_OF_DOCKER) if cell.isolation == "docker" else step
+    least = max(step, 6 * MIB) if cell.isolation == "docker" else step  # the engine refuses less
     limit: int | None = None
     if working is None:
         if failing is None:

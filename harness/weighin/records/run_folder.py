@@ -42,7 +42,6 @@ _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tel
 
 _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin bench ... --out FOLDER"
 _FREE: Final = {"kwargs", "options", "environment", "command"}  # any value may be there
-_CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 _AMOUNTS: Final = ("_bytes", "_ns", "_faults")
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
@@ -379,7 +378,7 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
             cleaned[printable(key)] = each
             continue
         is_kept = is_cell and key in (_FREE if place else {"settings"})
-        inside = {"is_cell": key in _CELLS, "is_free": is_free or key in _FREE}
+        inside = {"is_cell": key in ("cell", "cells", "model"), "is_free": is_free or key in _FREE}
         cleaned[printable(key)] = each if is_kept else checked(each, f"{place}{key}.", **inside)
     for later, earlier, what in _ORDERED if is_checked else ():
         end, start = value.get(later), value.get(earlier)

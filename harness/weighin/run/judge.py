@@ -19,14 +19,11 @@ from weighin.units import MIB, format_bytes, format_exact, format_seconds
 
 _LACK_OF_MEMORY = r"MemoryError|(?i:can't allocate|cannot allocate)"  # of Python, torch, the kernel
 _CRASHES = (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL)  # signals that code sends to itself
-_STDERR_LENGTH: Final = 200
 _FULL: Final = 0.9  # of the cell's limit; a kill at a smaller charge was for another limit
 _BY_KERNEL: Final = "killed by the kernel for lack of memory"
 _BY_MACHINE: Final = "killed by the kernel when the whole machine ran out of memory"
 _BY_OTHER: Final = "killed by SIGKILL, not for lack of memory: the kernel counts no kill, so another process sent SIGKILL"
 _LOST: Final = f"the measured process lost a child, {_BY_KERNEL}"
-_SLACK_BYTES = 4 * MIB  # the kernel counts pages for each processor, and adds them up later
-_SLACK_SHARE = 0.01
 _RUNNING: Final = Exit(None, still_runs=True)
 _Judged = tuple[Outcome, str]
 
@@ -147,7 +144,7 @@ def _of_failed(end: Evidence, reported: Reported, ended: Exit) -> _Judged:
             then = f"was ended by {ended.signal_name}"
         printed = reported.stderr_tail.encode() if end.failed_ranks else end.printed
         lines = printed_lines(printed)
-        then += f" {reported.where}" + (f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else "")
+        then += f" {reported.where}" + (f": {one_line(lines[-1], 200)}" if lines else "")
         outcome, message = Outcome.MEASUREMENT_FAILED, f"the measured process {then}"
         if told.baseline is not None and not ended.still_runs:
             is_use = reported.current != FORWARD and is_of_use(reported.current or "")
@@ -235,7 +232,8 @@ def _other_limit(end: Evidence) -> str:
 def is_beyond(bytes_: int | None, bound_bytes: int | None) -> bool:
     if bytes_ is None or bound_bytes is None:
         return False
-    return bytes_ > bound_bytes + max(_SLACK_BYTES, _SLACK_SHARE * bound_bytes)
+    # The kernel counts pages for each processor, and adds them up later.
+    return bytes_ > bound_bytes + max(4 * MIB, 0.01 * bound_bytes)
 
 
 def contradiction(

@@ -26,9 +26,6 @@ from weighin.result import Memory, Outcome, Phase, Written, phases_of
 from weighin.text import one_line
 from weighin.worker.phases import named_by_strategy
 
-_MOST_CONNECTIONS: Final = 512
-_DRAIN_S: Final = 1.0  # for messages that a worker sent before its end
-_ENDED: Final = -1  # the start time of a process that has ended, and whose messages wait
 _INTERVAL_S: Final = 0.02  # between two readings of a process in a phase, which may die inside it
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
 _LONGEST_NAME: Final = 64  # characters of a program's phase
@@ -339,7 +336,7 @@ class Listener:
                         key.data()
                     else:  # woken
                         self._selector.unregister(self._woken)
-                        deadline = time.monotonic() + _DRAIN_S
+                        deadline = time.monotonic() + 1.0  # for what a worker sent before its end
                 for each in self.by_process.values():
                     if each.open and not each.sample():
                         each.close(self._counters(each))
@@ -355,8 +352,8 @@ class Listener:
         pid, ticks = _CREDENTIALS.unpack(peer)[0], None
         if pid:  # 0 stands for a process of another pid namespace
             with suppress(OSError):  # /proc hides other users' processes
-                ticks = start_time(pid) or _ENDED
-        if ticks is None or len(self._connections) >= _MOST_CONNECTIONS:
+                ticks = start_time(pid) or -1  # it has ended, and its messages wait
+        if ticks is None or len(self._connections) >= 512:
             connection.close()
             return
         connection.setblocking(False)

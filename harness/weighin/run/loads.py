@@ -41,8 +41,6 @@ from weighin.units import MIB, format_bytes, format_exact
 from weighin.worker.phases import BEFORE_LOAD
 
 SETTLED_S = 2.5  # no report of free pages is due if no memory was freed for this time
-_NOTABLE_BYTES = 2 * MIB  # of child processes, for a warning; a shell takes less
-_LARGEST_SHARE: Final = 0.8  # of the free memory, because more could evict pages of other programs
 _SPARE_BYTES: Final = 64 * MIB  # of a save: headers, indexes, the rounding to file system blocks
 _PROBE_TIMEOUT_S = 120.0
 _SAVING: Final = "saving"  # in the cache's folder
@@ -140,7 +138,7 @@ class LoadSpec(Spec):
         times = ("import_ns", "load_ns", "touch_ns", "first_use_ns", "marks_ns")
         number, private_bytes = watch.sampler.others if watch.sampler else (0, 0)
         warnings = []
-        if private_bytes >= _NOTABLE_BYTES and self.cell.use != FORK:
+        if private_bytes >= 2 * MIB and self.cell.use != FORK:  # a shell takes less
             started, size = f"{number} process{'es' * (number > 1)}", format_bytes(private_bytes)
             warnings.append(
                 "peak RSS and anonymous memory are those of the measured process alone; it started"
@@ -394,7 +392,7 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
     long to give it again: not what is held until no report is due, and freed as the load begins.
     """
     free_bytes = environment.free_ram_bytes() - spare_bytes
-    size = min(wanted_bytes, int(free_bytes * _LARGEST_SHARE))
+    size = min(wanted_bytes, int(free_bytes * 0.8))  # more could evict pages of others
     if size <= 0:
         yield 0
         return

@@ -60,11 +60,8 @@ _NOTE_KILLS: Final = (
 _LIMITS: Final = {"": "its own", "machine": "the machine's memory", "unknown": "not known"}
 _MOST_FILES: Final = 3  # in a table, of one process
 _MOST_PROCESSES: Final = 20
-_LEAST_SHARE: Final = 0.01  # of the memory of all processes; a smaller process has no row
 _MOST_NAMES: Final = 8
 _COMMAND_LENGTH: Final = 80
-_MOST_LIMITS: Final = 7
-"""The largest number of RAM limits that fit, as table columns, a terminal of 80 characters."""
 
 
 def findings(run: Measured) -> Iterator[Table]:
@@ -234,7 +231,7 @@ def _survival(run: Measured, matrix: Matrix) -> Table:
     kind = KINDS[matrix.scene.operation]
     # Of the rows and of the columns: the place in a field's key, the titles, and what they are.
     axes = [(0, labels, kind.words["what"]), (1, limits, "RAM limit")]
-    if len(limits) > max(_MOST_LIMITS, len(labels)):
+    if len(limits) > max(7, len(labels)):  # 7 columns fit a terminal of 80 characters
         axes.reverse()
     (down, row_titles, name), (across, column_titles, _) = axes
     cells = [one.cell for one in run.results]
@@ -395,7 +392,7 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
     for title, _, ran in largest:
         seen = [each for each in ran.processes if each.anon_bytes is not None]
         ordered = sorted(seen, key=_held, reverse=True)
-        least = _LEAST_SHARE * sum(map(_held, seen))
+        least = 0.01 * sum(map(_held, seen))
         shown = [each for each in ordered[:_MOST_PROCESSES] if _held(each) >= least or each.files]
         for each in shown:
             reads = "; ".join(map(_read, each.files[:_MOST_FILES])) or "-"

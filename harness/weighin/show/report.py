@@ -35,7 +35,6 @@ _IN_CSV: Final = (
     "strategy", *DIMENSIONS, "outcome", "last_phase", "message", "needed_is_sampled", "repeats", "ok",
     *(f"{name}{end}" for name in COLUMNS for end in ("", "_min", "_max")),
 )  # fmt: skip
-_IN_TERMINAL: Final = 3  # sentences
 
 
 def document(run: Measured) -> list[Table | Lines]:
@@ -51,7 +50,7 @@ def terminal(run: Measured) -> list[Table | Lines]:
     """Return the report in the order of a terminal: the answer comes last, where it is seen."""
     found, others = _parts(run)
     notes = [words.shared(run), _HELP] if run.rows else []
-    last = Lines("", answer(run)[:_IN_TERMINAL], "answer")
+    last = Lines("", answer(run)[:3], "answer")
     return [*others, *found, Lines("", notes, "dim"), last]
 
 

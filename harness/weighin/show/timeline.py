@@ -48,8 +48,6 @@ _MEANT: Final = {
     "sync": "sync: weighin waits until every byte is on the disk",
     "other": "other: time outside all named phases",
 }
-_HEADROOM: Final = 1.4  # height of the axis / highest memory, so that the names of phases fit above
-_POINTS: Final = 300  # about the width of a panel in pixels; more points only enlarge the SVG
 _BEFORE: Final = 0.06  # of the panel's width for what happened before the load
 _LEAST_NAMED: Final = 0.05  # of the panel's width: a phase of this length has its name in the panel
 _CHARACTER: Final = 0.0145  # width of a letter, as a share of the panel's width
@@ -104,7 +102,7 @@ def draw_timelines(run: Measured, most: int = 1) -> "Iterator[Figure]":
         longest = max(track.end_s for track in tracks)
         ended = [t.end_s for t in tracks if t.result.outcome not in _STOPPED and t.end_s > 0]
         span = min(longest, 2 * max(ended)) * 1.02 if ended else longest or 1.0
-        top = _highest(tracks) * _HEADROOM
+        top = _highest(tracks) * 1.4  # so that the names of phases fit above
         kind, drawn = words.kind_of(rows), {"anonymous", "file", "exact peak of a phase"}
         for at, (axes, track) in enumerate(zip(panels, tracks, strict=False)):
             axes.set_xlim(0 if track.result.ran else -_BEFORE * span, span)
@@ -151,7 +149,7 @@ def _highest(tracks: Sequence[Track]) -> float:
 
 def _thin(points: Sequence[_Point], memory: Callable[[_Point], int]) -> list[_Point]:
     """Return of each group of neighbouring points the one with most memory: at most 300 points."""
-    step = max(1, -(-len(points) // _POINTS))
+    step = max(1, -(-len(points) // 300))  # more only enlarge the SVG
     return [max(points[at : at + step], key=memory) for at in range(0, len(points), step)]
 
 

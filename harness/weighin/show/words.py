@@ -15,7 +15,6 @@ from weighin.units import format_bytes, format_exact
 
 # The keys of a record's environment that a caption prints, each with the text before its value.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
-_COMMIT_DIGITS: Final = 10  # as many as `weighin compare` shows
 _PAGE_CACHE: Final = {
     NOT_DROPPED: "checkpoint in the page cache",
     "as found": "page cache as found",
@@ -261,7 +260,7 @@ def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     """Return days and commits as text; ``made`` has each measurement's environment and start time."""
     commits: dict[str, None] = {}
     for environment, _ in made:
-        commit = str(environment.get("git_commit") or "")[:_COMMIT_DIGITS]
+        commit = str(environment.get("git_commit") or "")[:10]
         changed = " with changes" if commit and environment.get("git_dirty") else ""
         commits[f"{commit or 'unknown'}{changed}"] = None
     days = sorted({day[:10] for _, day in made} - {""})

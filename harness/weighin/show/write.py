@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the import of each takes half a second
     from pandas import DataFrame
 
 DEFAULT: Final = ("md", "html", "csv", "png")
-_MOST_TIMELINES: Final = 5  # of 12 panels each
 # A cell that begins with one of these characters is a formula in a spreadsheet.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _INTEGERS: Final = ("ram_limit_bytes", "vram_limit_bytes", "repeat", "repeats", "ok", "missing_cells")  # fmt: skip
@@ -67,7 +66,7 @@ def draw(run: Measured, formats: Sequence[str] = DEFAULT) -> Iterator[tuple[str,
     from weighin.show.plots import pictures
     from weighin.show.timeline import draw_timelines
 
-    timelines = enumerate(draw_timelines(run, _MOST_TIMELINES), 1)
+    timelines = enumerate(draw_timelines(run, 5), 1)
     figures = chain(
         ((name, draw_picture()) for name, draw_picture in pictures(run).items()),
         ((f"timeline-{at}" if at > 1 else "timeline", figure) for at, figure in timelines),

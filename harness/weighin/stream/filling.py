@@ -34,12 +34,8 @@ from weighin.stream.slices import Fill, Slice, row_major
 
 # Of reads that convert no dtype: so large that threads seldom wait for the lock of the queue of reads.
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
-_MOST_CACHE_THREADS: Final = 4
-_MOST_PROBED: Final = 16  # tensors
-_MOSTLY: Final = 0.75  # the kernel may reclaim single pages of a cached file
 _MOST_PIECE_BYTES: Final = 4 * PIECE_BYTES
 _BUFFERS_SHARE: Final = 1 / 200  # of the bytes to read, for the buffers of all threads
-_MOST_UNUSED_BYTES: Final = 4096  # of the file, between two tensors of one read
 
 
 class _Piece(NamedTuple):
@@ -81,7 +77,7 @@ def fill(fills: Sequence[Fill], disk: Disk) -> None:
 
 def cache_threads() -> int:
     """Return the number of threads that copy cached files: one per available processor, at most 4."""
-    return min(_MOST_CACHE_THREADS, len(os.sched_getaffinity(0)))
+    return min(4, len(os.sched_getaffinity(0)))
 
 
 def piece_bytes_of(total_bytes: int, threads: int) -> int:
@@ -188,11 +184,11 @@ def _readers(fills: Sequence[Fill], disk: Disk, total_bytes: int) -> Readers:
     """Return the number of threads: few if at least 3/4 of the bytes of some tensors are cached."""
     with closing(Reader()) as reader:
         cached_bytes, all_bytes = 0.0, 0
-        for where, _ in fills[:: len(fills) // _MOST_PROBED + 1]:
+        for where, _ in fills[:: len(fills) // 16 + 1]:
             size = min(_span_bytes(where), READ_BYTES)
             cached_bytes += reader.cached_share(where.file, where.offset, size) * size
             all_bytes += size
-        if cached_bytes >= _MOSTLY * all_bytes:
+        if cached_bytes >= 0.75 * all_bytes:  # the kernel may reclaim single pages
             return Readers(disk.threads or cache_threads())
         file = max((one.where for one in fills), key=_span_bytes).file
         inside = [one.where for one in fills if one.where.file == file]
@@ -252,7 +248,7 @@ def _runs(pieces: Iterable[_Piece], most_bytes: int) -> Iterator[list[_Piece]]:
         if run:
             first = run[0]
             follows = (
-                0 <= piece.offset - end <= _MOST_UNUSED_BYTES
+                0 <= piece.offset - end <= 4096  # bytes of the file that are read in vain
                 and piece_end - first.offset <= most_bytes
                 and piece.target.is_cpu
                 and first.target.is_cpu

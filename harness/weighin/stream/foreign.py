@@ -19,7 +19,7 @@ from shlex import quote
 from typing import Any, Final, TypeVar
 
 from weighin.errors import CheckpointError
-from weighin.files import MIB, read_bytes
+from weighin.files import read_bytes
 from weighin.stream.pretrained_library import PIPELINE, WEIGHTS
 from weighin.text import few, first_names, one_line, shown
 
@@ -34,7 +34,6 @@ NOT_MEASURED: Final = (
     "its loads cannot be measured; weighin inspect, convert and load_streaming read it as it is"
 )
 HUB_ENTRY: Final = "models--"  # begins a model's folder in the Hub's cache: "models--owner--name"
-MOST_JSON_BYTES: Final = 16 * MIB  # 170,000 keys, which take 12 times the memory as objects
 
 _LATE_S: Final = 0.002  # a disk that takes so long for the first reads answers late
 _THREADS: Final = 128  # which read headers at the same time from a disk that answers late
@@ -269,7 +268,7 @@ def looks_like_path(text: str) -> bool:
 def read_object(path: Path, repair: str) -> dict[str, Any]:
     """Return the JSON object in a file of somebody else's, in bounded memory."""
     try:
-        text = read_bytes(path, MOST_JSON_BYTES)
+        text = read_bytes(path)  # 16 MiB have 170,000 keys, which take 12 times the memory
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise unreadable(path, error) from error

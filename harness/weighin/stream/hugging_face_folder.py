@@ -44,11 +44,9 @@ MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """The dtypes in which a model can be built: those that ``torch.set_default_dtype`` accepts."""
 
 _BASE: Final = "AutoModel"
-_HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _INDEX: Final = "index.json"
 _DEEPEST: Final = 4  # folders between a file of weights and the config.json that names the file
 _EXPLICIT: Final = "transformers_weights"
-_MOST_LAYERS: Final = 100_000
 _RESAVE: Final = "save the folder again with model.save_pretrained(FOLDER)"
 _VARIANT: Final = re.compile(
     r"(?:model|pytorch_model|diffusion_pytorch_model)\."
@@ -105,7 +103,7 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
     for part in parts:  # the configurations of the model's parts are inside
         parts += [value for value in part.values() if isinstance(value, dict)]
         for key, value in part.items():
-            if "layers" in f"{key}s" and isinstance(value, int) and value > _MOST_LAYERS:
+            if "layers" in f"{key}s" and isinstance(value, int) and value > 100_000:
                 raise CheckpointError(
                     f"{path / CONFIG}: {one_line(key)} is {value:,}, more layers than any model has",
                     "correct the number: the model's library would build layers until no memory is left",
@@ -340,7 +338,7 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
     """Return the folder of a Hub model in the local cache; CheckpointError: it is missing; None: no Hub id."""
     if foreign.looks_like_path(name) and not Path(name).expanduser().exists():
         raise foreign.missing(name)
-    if not (match := _HUB_ID.fullmatch(name)):
+    if not (match := re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)):
         return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))

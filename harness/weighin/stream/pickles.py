@@ -21,7 +21,6 @@ MOST_BYTES: Final = 32 * 1024**2  # of a pickle: 200 times the size of GPT-2 XL'
 _MOST_INSTRUCTIONS: Final = 3_000_000  # each may push a number of some 40 bytes
 _MOST_OBJECTS: Final = 700_000  # of some 100 to 200 bytes each; a tensor takes ten
 _MOST_NAMES: Final = 10_000  # of classes and functions
-_MOST_ARGUMENTS: Final = 16  # each call may copy all of them
 _LONGEST_NAME: Final = 500  # characters of a class or function, and as many of its module
 
 _STORED_BYTES: Final = {
@@ -289,7 +288,7 @@ def _called(function: Any, arguments: Any) -> Any:
     if make is None:
         return Opaque(function.name, [arguments], function.name.startswith(_NOT_READ))
     try:
-        return make(*arguments[:_MOST_ARGUMENTS])
+        return make(*arguments[:16])  # each call may copy all of them
     except (TypeError, ValueError) as error:
         what = f"{function.name} has other arguments than torch.save writes"
         raise Malformed(what) from error

@@ -43,9 +43,7 @@ _PAIRS: Final = (
 first row that fits applies; several libraries write codes as in the last row."""
 
 _KEY: Final = "quantization_config"
-_OF_TEXT: Final = ("text_config", "decoder", "generator")
 _NO_CONFIG: Final = f"no {CONFIG}"
-_UNREAD: Final = ("compression_config", "quantization")
 _OF_MODELOPT: Final = "hf_quant_config.json"
 _METHODS: Final = frozenset({
     "aqlm", "auto-round", "awq", "bitnet", "bitsandbytes_4bit", "bitsandbytes_8bit",
@@ -191,11 +189,11 @@ def dequantising(folder: Path) -> dict[str, Any]:
 
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the description of the quantisation, or {}, and where it is: ``_KEY`` only if from_pretrained reads it."""
-    for part in (config, *(config.get(name) for name in _OF_TEXT)):
+    for part in (config, *(config.get(name) for name in ("text_config", "decoder", "generator"))):
         if isinstance(part, Mapping) and isinstance(found := part.get(_KEY), Mapping):
             return found, _KEY
     for name, part in config.items():
-        if name in _UNREAD and isinstance(part, Mapping):
+        if name in ("compression_config", "quantization") and isinstance(part, Mapping):
             return part, f"{name} in {CONFIG}"
         if isinstance(part, Mapping) and isinstance(found := part.get(_KEY), Mapping):
             return found, f"{_KEY} of {name} in {CONFIG}"

@@ -30,7 +30,6 @@ from weighin.stream.slices import Fill, Slice, are_equal
 _CPU: Final = torch.device("cpu")
 _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
 _EXTRA_STATE: Final = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-_USUAL_BYTES: Final = 32 * 1024**2
 
 _here = local()  # .load: the Load that runs in this thread
 # For one load at a time, because from_pretrained itself replaces functions meanwhile.
@@ -244,7 +243,7 @@ def _install(replaced: ExitStack) -> None:
     warnings.simplefilter("ignore")
     replaced.callback(torch.set_rng_state, torch.get_rng_state())
     map_large_tensors()
-    replaced.callback(map_large_tensors, _USUAL_BYTES)
+    replaced.callback(map_large_tensors, 32 * 1024**2)
     try:
         from transformers import core_model_loading as core
         from transformers import modeling_gguf_pytorch_utils as of_gguf

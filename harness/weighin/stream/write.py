@@ -30,7 +30,6 @@ from weighin.text import shown
 
 DCP_DATA: Final = "__0_0.distcp"
 
-_DESCRIPTOR: Final = b"PK\x07\x08"  # the magic number of the data descriptor after a record
 _ALIGNMENT: Final = 64  # bytes: the data begin at a cache line, as in torch.save
 _MOST_PT_TENSORS: Final = 60_000  # ``pickles`` reads some 70,000
 _TENSORIZER_INDEX_BYTES: Final = 256 * 1024  # which the package reserves in each file for its index
@@ -141,7 +140,7 @@ def _with_holes(path: Path, tensors: Plans, *, alone: bool = False) -> list[_Hol
                 start = info.header_offset + 30 + sum(struct.unpack("<2H", local[26:30]))
                 crc_places = [entry_at + 16]
                 if size:
-                    assert os.pread(file.fileno(), 4, start + size) == _DESCRIPTOR
+                    assert os.pread(file.fileno(), 4, start + size) == b"PK\x07\x08"  # descriptor
                     crc_places.append(start + size + 4)
                 name = stored[int(number)].name
                 holes[int(number)] = _Hole(name, start, size, tuple(crc_places))

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weighin.cell import NONE, SYNTHESISED, USES, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
@@ -39,8 +39,6 @@ PEAK_WORDS = ("model", "storages", "tensor", "layer", "shard", "mapped")
 
 _FROM = "from:"
 _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
-_NO_CONSTANTS: Final = ("name", "path", "summary")
-"""The fields of ``StrategyInfo`` that a strategy's file does not declare in a constant."""
 
 
 def data_folder(name: str) -> Path:
@@ -175,7 +173,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
 
     declared: dict[str, Any] = {}
     for field in fields(StrategyInfo):
-        if field.name in _NO_CONSTANTS:
+        if field.name in ("name", "path", "summary"):
             continue
         name, default = field.name.upper(), field.default
         value, _ = constants.get(name, (default, 0))

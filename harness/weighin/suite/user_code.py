@@ -12,15 +12,13 @@ from weighin.errors import ConfigError
 from weighin.files import read_bytes
 from weighin.text import printable
 
-_OURS: Final = "weighin.models."
-_FILE: Final = ".py:"
 _TAKEN: Final = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "weighin"}
 """Names that a model's module must not have, because Python or weighin has such a module."""
 
 
 def is_file(name: str) -> bool:
     """Tell whether a model's name is a builder in a file: "path/nets.py:build"."""
-    return _FILE in name
+    return ".py:" in name
 
 
 def of_file(name: str) -> tuple[str, Path]:
@@ -60,7 +58,7 @@ def import_path(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_ours(builder: str) -> bool:
     """Tell whether a builder belongs to weighin, so that it needs no import path."""
-    return builder.startswith(_OURS)
+    return builder.startswith("weighin.models.")
 
 
 def file_of(builder: str, folders: Iterable[str]) -> Path | None:

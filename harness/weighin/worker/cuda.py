@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 
-_SAMPLE_INTERVAL_S: Final = 0.005
 _KINDS: Final = ("requested", "allocated", "reserved")
 
 
@@ -91,7 +90,7 @@ class CudaMemory:
         while True:
             free, total = torch.cuda.mem_get_info(self.device)
             self._timeline.append((time.monotonic_ns(), self.allocated(), total - free))
-            time.sleep(_SAMPLE_INTERVAL_S)
+            time.sleep(0.005)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
