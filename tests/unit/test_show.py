@@ -167,15 +167,15 @@ def of_run(folder: Path, day: int, size: int, **settings: Any) -> None:
 def test_a_metric_over_time_tells_its_steps(tmp_path: Path) -> None:
     for day, size in enumerate([GIB, GIB + MIB, 2 * GIB, 2 * GIB, 2 * GIB], 1):
         of_run(tmp_path, day, size, git_commit="a" * 40 if day < 3 else "b" * 40)
-    found = history(tmp_path, "peak_rss")
-    (series,) = found.json["series"]
+    document, found = history(tmp_path, "peak_rss")
+    (series,) = found["series"]
     assert series["steps"] == [{"run": "run03", "before": GIB, "now": 2 * GIB}]
-    _, changes, caution = found.document
+    _, changes, caution = document
     assert isinstance(changes, Lines)
     assert caution == Lines("", [], "dim")
     assert "+1.0 GiB (+100.0 %) since run03 (1.000 GiB -> 2.000 GiB), commit aaaaaaaaa -> bbbbbbbbb" in changes.lines[0]  # fmt: skip
-    json.dumps(found.json)
-    *_, caution = history(tmp_path, "load").document
+    json.dumps(found)
+    *_, caution = history(tmp_path, "load")[0]
     assert isinstance(caution, Lines)
     assert "a step of a time proves nothing alone" in caution.lines[0]
 
@@ -183,5 +183,5 @@ def test_a_metric_over_time_tells_its_steps(tmp_path: Path) -> None:
 def test_a_sampled_metric_must_stay_off_its_level(tmp_path: Path) -> None:
     for day, size in enumerate([GIB, 2 * GIB, GIB, 3 * GIB, 3 * GIB], 1):
         of_run(tmp_path, day, size)
-    (series,) = history(tmp_path, "anon").json["series"]
+    (series,) = history(tmp_path, "anon")[1]["series"]
     assert [step["run"] for step in series["steps"]] == ["run04"]

@@ -91,11 +91,12 @@ def compare(_: click.Context, typed: dict[str, Any]) -> None:
 
     runs = typed["runs"]
     with _console.working(f"comparing the figures of {len(runs)} runs"):
-        comparison = comparing.compare(runs, _options.names(typed["metrics"]), typed["by"])
-    _console.note(*comparison.json["warnings"])
-    _console.deliver(typed["json"], comparison.json, *comparison.document)
+        names = _options.names(typed["metrics"])
+        document, json = comparing.compare(runs, names, typed["by"])
+    _console.note(*json["warnings"])
+    _console.deliver(typed["json"], json, *document)
     if typed["markdown"]:
-        _console.write(typed["markdown"], markdown(comparison.document) + "\n")
+        _console.write(typed["markdown"], markdown(document) + "\n")
 
 
 @verb(
@@ -231,6 +232,6 @@ def history(_: click.Context, typed: dict[str, Any]) -> None:
     with _console.working(f"reading the runs in {folder}"):
         from weighin.gate import compare as comparing
 
-        found = comparing.history(folder, typed["metric"], typed["series"].split())
-    _console.note(*found.json["warnings"])
-    _console.deliver(typed["json"], found.json, *found.document)
+        document, json = comparing.history(folder, typed["metric"], typed["series"].split())
+    _console.note(*json["warnings"])
+    _console.deliver(typed["json"], json, *document)

@@ -7,7 +7,7 @@ changed if it differs by more than ``weighin check`` tolerates; nothing passes o
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from string import ascii_uppercase
@@ -33,12 +33,8 @@ _OF_MACHINE: Final = (
 _OF_TIMES: Final = "Times differ for many reasons, so a step of a time proves nothing alone."
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A comparison or history for readers, and for programs, whose ``json`` has the warnings."""
-
-    document: Document
-    json: dict[str, Any]
+Found = tuple[Document, dict[str, Any]]
+"""A comparison or history for readers, and the JSON of it for programs, which has the warnings."""
 
 
 def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run") -> Found:
@@ -99,15 +95,13 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
         + (f"; {failed} measurement{'s' * (failed > 1)} no longer ok" if failed else "")
     )
     warnings = [*dict.fromkeys(text for run in runs for text in run.warnings)]
-    return Found(
-        [
-            Lines("", headings),
-            _table(rows, len(groups)),
-            Lines("", [f"all: {common}"] if common else [], "dim"),
-            Lines("", [summary], "result"),
-        ],
-        {"runs": headings, "common": common, "rows": rows, "warnings": warnings},
-    )
+    document: Document = [
+        Lines("", headings),
+        _table(rows, len(groups)),
+        Lines("", [f"all: {common}"] if common else [], "dim"),
+        Lines("", [summary], "result"),
+    ]
+    return document, {"runs": headings, "common": common, "rows": rows, "warnings": warnings}
 
 
 def _incomparable(groups: Sequence[Group], by: str) -> ConfigError:
@@ -246,7 +240,7 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> Found:
         "warnings": warnings,
         "files": [],  # of the pictures that earlier versions drew
     }
-    return Found(_changes_over_time(chosen, about, series), json)
+    return _changes_over_time(chosen, about, series), json
 
 
 def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, Any]:

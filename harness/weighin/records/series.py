@@ -202,33 +202,6 @@ class Matrix:
     fields: dict[tuple[int, int], Typical]
 
 
-def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | None]) -> list[Matrix]:
-    """Return a matrix for each group of cells that has at least two RAM limits, and that differ only in
-    strategy, format, options, variables, command, limit and repeat.
-    """
-
-    def scene(cell: Cell) -> Cell:
-        row = searched(cell)
-        return replace(row, strategy="", format="", options={}, environment={}, command=())
-
-    built = []
-    for ours in grouped(results, lambda one: scene(one.cell).series).values():
-        limits = {result.cell.ram_limit_bytes for result in ours}
-        if len(limits - {None}) < 2:
-            continue
-        ordered = sorted(limits, key=lambda limit: -(inf if limit is None else limit))
-        rows = grouped(ours, lambda one: searched(one.cell).series).values()
-        fields = {
-            (row, ordered.index(limit)): typical(repeats, judgements)
-            for row, group in enumerate(rows)
-            for limit, repeats in grouped(group, lambda one: one.cell.ram_limit_bytes).items()
-        }
-        cells = [searched(group[0].cell) for group in rows]
-        labels = list(map(labels_among(cells), cells))
-        built.append(Matrix(scene(ours[0].cell), labels, tuple(ordered), fields))
-    return built
-
-
 @dataclass(frozen=True, slots=True)
 class RankSeries:
     """The ok results of one strategy, by the number of ranks, with the medians of the cgroup's peaks above the
@@ -305,7 +278,30 @@ class Measured:
 
     @cached_property
     def matrices(self) -> list[Matrix]:
-        return matrices(self.results, self.judgements)
+        """A matrix for each group of cells that has at least two RAM limits, and that differ only in
+        strategy, format, options, variables, command, limit and repeat.
+        """
+
+        def scene(cell: Cell) -> Cell:
+            row = searched(cell)
+            return replace(row, strategy="", format="", options={}, environment={}, command=())
+
+        built = []
+        for ours in grouped(self.results, lambda one: scene(one.cell).series).values():
+            limits = {result.cell.ram_limit_bytes for result in ours}
+            if len(limits - {None}) < 2:
+                continue
+            ordered = sorted(limits, key=lambda limit: -(inf if limit is None else limit))
+            rows = grouped(ours, lambda one: searched(one.cell).series).values()
+            fields = {
+                (row, ordered.index(limit)): typical(repeats, self.judgements)
+                for row, group in enumerate(rows)
+                for limit, repeats in grouped(group, lambda one: one.cell.ram_limit_bytes).items()
+            }
+            cells = [searched(group[0].cell) for group in rows]
+            labels = list(map(labels_among(cells), cells))
+            built.append(Matrix(scene(ours[0].cell), labels, tuple(ordered), fields))
+        return built
 
     @cached_property
     def ranks(self) -> list[RankSeries]:
