@@ -201,7 +201,6 @@ def _states(folder: Path) -> dict[str, list[int]]:
 
 
 def discard(entry: Path, fmt: str) -> None:
-    """Remove format ``fmt`` from an entry of the cache."""
     (entry / f"{fmt}.json").unlink(missing_ok=True)  # first: without it, a format is incomplete
     shutil.rmtree(entry / fmt, ignore_errors=True)
 

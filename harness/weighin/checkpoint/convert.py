@@ -45,8 +45,6 @@ _SUFFIXES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A checkpoint to write, from another checkpoint."""
-
     source: Path
     target: Path
     fmt: str = AUTO

@@ -24,7 +24,6 @@ STDOUT: Final = "-"
 
 
 def console(*, stderr: bool = True) -> "Console":
-    """Return a rich console that prints on standard error, or on standard output."""
     from rich.console import Console
 
     # NO_COLOR forbids colours, and with them bold text.
@@ -70,7 +69,6 @@ def error(text: str) -> None:
 
 
 def fail(problem: HarnessError) -> None:
-    """Print an error on standard error: its cause in one line, its repair in the next line."""
     error(problem.message)
     if problem.repair:
         tell(problem.repair)
@@ -101,7 +99,6 @@ def files(paths: Iterable[Path], target: str | None) -> None:
 
 
 def write(target: str | Path, text: str) -> None:
-    """Write a text to a file, or to standard output if ``target`` is "-"."""
     if target == STDOUT:
         click.echo(text, nl=False)
         return

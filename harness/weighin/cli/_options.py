@@ -238,5 +238,4 @@ def one_model(context: click.Context) -> str:
 
 
 def names(text: str) -> list[str]:
-    """Split a text at its commas."""
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -31,7 +31,6 @@ def _load(name: str) -> click.Command:
 
 
 def keys_of_a_suite() -> list[tuple[str, str]]:
-    """Return each key of a suite with its meaning."""
     from weighin.settings.definition import COMMANDS, KEYS, MODELS, Settings
 
     keys = dict.fromkeys((*KEYS[MODELS], *KEYS[COMMANDS]))
@@ -39,7 +38,6 @@ def keys_of_a_suite() -> list[tuple[str, str]]:
 
 
 def figures() -> list[tuple[str, str]]:
-    """Return each figure of a report with its unit, meaning and accuracy."""
     from weighin.show.report import explained_figures
 
     return [

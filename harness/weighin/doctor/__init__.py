@@ -32,8 +32,6 @@ Verdict = Literal["yes", "partly", "no"]
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """A row of the table that ``weighin doctor`` prints: what works, and its detail."""
-
     subject: str
     verdict: Verdict
     detail: str

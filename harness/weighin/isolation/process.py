@@ -40,8 +40,6 @@ _numbers = itertools.count()
 
 
 class ProcessIsolation(Isolation):
-    """Runs plain processes, one for each cell (measurement)."""
-
     name = "process"
     limits = False
 
@@ -84,8 +82,6 @@ class ProcessIsolation(Isolation):
 
 
 class CgroupIsolation(ProcessIsolation):
-    """Runs processes in memory cgroups, one group for each cell (measurement)."""
-
     name = "cgroup"
     limits = True
 

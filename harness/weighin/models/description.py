@@ -58,8 +58,6 @@ def ask(path: Path, **choices: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the request in the argument."""
-
     def answer(path: str, **choices: dict[str, Any]) -> dict[str, Any]:
         if not choices:
             return described_gguf(Path(path))

@@ -197,7 +197,6 @@ def merged(model: Any, adapter: Path | str) -> Any:
 
 
 def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, Any]) -> Any:
-    """Import a folder's code with transformers, and return the class."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     folder = Path(code["folder"])

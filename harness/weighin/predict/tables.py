@@ -69,13 +69,11 @@ def _table(model: str, predictions: Sequence[Prediction]) -> Table:
         "format": [one.cell.format for one in predictions],
         "use": [one.use.name if one.use else "" for one in predictions],
     }
-    sizes = {column: [size(one) for one in predictions] for column, size in _SIZES.items()}
     columns = {Column(name, is_name=True): texts for name, texts in names.items() if any(texts)}
-    columns |= {
-        column: ["" if size is None else _gib(size) for size in of_column]
-        for column, of_column in sizes.items()
-        if any(size is not None for size in of_column)
-    }
+    for column, size in _SIZES.items():
+        sizes = [size(one) for one in predictions]
+        if any(one is not None for one in sizes):
+            columns[column] = ["" if one is None else _gib(one) for one in sizes]
     title = (
         f"{model} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
         f" · {first.cell.dtype} · predicted peaks, GiB"

@@ -338,7 +338,6 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
 
 
 def row_of(result: Result) -> Row:
-    """Return the row of one repeat."""
     figures = {key: column.read(result) for key, column in COLUMNS.items()}
     times = {key: one for key, one in figures.items() if COLUMNS[key].unit == "ns"}
     seconds = {key: None if one is None else one / 1e9 for key, one in times.items()}

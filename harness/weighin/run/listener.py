@@ -176,7 +176,6 @@ class Reported:
             self.told.notes.append(text)
 
     def take(self, part: Told) -> None:
-        """Take a part of what a worker tells."""
         unset = Told()
         for name in part.__struct_fields__:
             value = getattr(part, name)

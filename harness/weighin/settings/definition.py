@@ -573,7 +573,6 @@ def read_suite(path: Path, kind: str = MODELS) -> Settings:
 
 
 def read_suite_file(path: Path, kind: str = MODELS) -> dict[str, Any]:
-    """Return a suite's keys and values."""
     from weighin.settings.yaml_file import read_mapping  # `weighin run` does without yaml
 
     content = read_mapping(path)

@@ -255,7 +255,6 @@ def _of_scene(group: Sequence[Row], changing: Sequence[str], slow: set[str]) -> 
 
 
 def _floors(searched: Sequence[Floor]) -> str:
-    """Return sentences on the smallest RAM limit of each strategy."""
     label, sizes = floor_label(searched), list[str]()
     first, *more = sorted((one for one in searched if one.bytes), key=lambda one: one.bytes or 0)
     for one in (first, *more):

@@ -101,7 +101,6 @@ def new_figure(
 
 
 def tidy(axes: "Axes") -> None:
-    """Remove the upper and the right border of a panel."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, colors=INK)
 

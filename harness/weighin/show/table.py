@@ -43,8 +43,6 @@ _STYLES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a row has in one column."""
-
     text: str = "-"
     spread: str = ""  # the range of a figure, or another text that stands below the figure
     kind: str = ""  # a key of ``KINDS``, which gives the entry a colour and a sign

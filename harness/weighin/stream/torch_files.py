@@ -98,7 +98,6 @@ class TorchFile:
         return state
 
     def _no_state_dict(self, place: Any, item: Any) -> CheckpointError:
-        """Return the exception for a state dict that cannot have ``item``."""
         sizes = _sizes(self.value)
         if sizes and not any(sizes.values()):
             return all_empty(self.path)
