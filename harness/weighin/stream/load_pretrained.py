@@ -181,7 +181,7 @@ def _of_transformers(
     if codes and not codes.dequantises:
         raise codes.error(found.path)
     name, code = chosen_class(found)
-    kwargs = {"architecture": name, "config": found.config, "code": code}
+    kwargs: dict[str, Any] = {"architecture": name, "config": found.config, "code": code}
     kwargs |= {libraries.ARGUMENT: adapter}
     try:
         model = _loaded(kwargs, found.checkpoint, load, options)
