@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from weighin import load_pretrained
 from weighin.cli import _options
-from weighin.cli import recommend as verb
+from weighin.cli import choose as verb
 from weighin.cli.app import app
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, Work

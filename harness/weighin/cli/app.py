@@ -19,6 +19,7 @@ from weighin.run import interrupts
 _MODULES: Final = {
     **dict.fromkeys(("bench", "run", "floor"), "measure"),
     **dict.fromkeys(("report", "compare", "check", "history"), "results"),
+    **dict.fromkeys(("recommend", "predict"), "choose"),
     **dict.fromkeys(("inspect", "convert", "cache"), "checkpoints"),
 }
 """The modules of several verbs; any other verb has a module of its own name."""
