@@ -43,7 +43,7 @@ def read(context: click.Context, verbs: Mapping[str, click.Command]) -> None:
     for place, content, users in tables:
         allowed = {key for name in users for key in known[name]}
         for key, value in content.items():
-            where, normal = f"{place}.{key}", _normal(key)
+            where, normal = f"{place}.{key}", key.replace("_", "-")
             if normal not in allowed:
                 choices = {*allowed, *(known if content is common else ())}
                 raise ConfigError(
@@ -106,7 +106,8 @@ def _names(name: str, verb: click.Command) -> dict[str, str | click.Option]:
 
     found: dict[str, str | click.Option] = {}
     if any(param.name == "assigned" for param in verb.params):
-        found = {_normal(key): key for key in used_by(name, COMMANDS if name == "run" else MODELS)}
+        keys = used_by(name, COMMANDS if name == "run" else MODELS)
+        found = {key.replace("_", "-"): key for key in keys}
     for param in verb.params:
         if isinstance(param, click.Option):
             key = getattr(param, "key", "")
@@ -144,7 +145,3 @@ def _located(value: Any, name: str, folder: Path, *, is_path: bool = False) -> A
         is_path = bool(start) or ".py:" in text or looks_like_path(text)
         is_path = is_path or ("/" in text and (folder / text).exists())
     return start + os.path.relpath(folder / Path(text).expanduser()) if is_path else value
-
-
-def _normal(key: str) -> str:
-    return key.replace("_", "-")

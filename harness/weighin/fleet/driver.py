@@ -230,8 +230,10 @@ class Driver:
 
     def _write(self, cell: Cell, files: dict[str, str]) -> None:
         """Write a cell's samples before its record, so that a record always has its samples."""
+        ranks = [None, *(range(cell.ranks) if cell.ranks > 1 else ())]
+        own = {run_folder.samples_path(cell, rank) for rank in ranks}
         for name, content in files.items():
-            if name not in run_folder.paths_of(cell):
+            if name not in own:
                 raise RecordError(
                     f"for {cell.id}, a node sent the file {name!r}, which is none of its sample files"
                 )

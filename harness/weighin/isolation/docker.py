@@ -160,8 +160,8 @@ class DockerIsolation(Isolation):
             if is_worker:
                 variables |= environment.settings() | {"PYTHONDONTWRITEBYTECODE": "1"}
                 variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
-            libraries = visible.preloaded(variables | cell.environment)
-            binds = visible.binds([*visible.of_machine(), *libraries], [folder, *mounts])
+            libraries = (variables | cell.environment).get("LD_PRELOAD", "").replace(":", " ")
+            binds = visible.binds([*visible.of_machine(), *libraries.split()], [folder, *mounts])
         written = (folder, os.path.realpath(folder)) if folder else ()
         host: dict[str, Any] = {
             "auto_remove": True,

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -48,11 +48,6 @@ def _editable() -> tuple[str, ...]:
         for origin in map(json.loads, filter(None, origins))
         if origin.get("dir_info", {}).get("editable")
     )
-
-
-def preloaded(environment: Mapping[str, str]) -> list[str]:
-    """Return the libraries that LD_PRELOAD names, between colons or spaces."""
-    return environment.get("LD_PRELOAD", "").replace(":", " ").split()
 
 
 def of_job(job: Job) -> Iterator[str]:

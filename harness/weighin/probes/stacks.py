@@ -84,7 +84,7 @@ class StackTaker:
         sizes = {}
         for pid in self._pids():
             with suppress(OSError):  # the process has ended, or is another user's
-                if _program_of(pid) not in self._others:
+                if Path(f"/proc/{pid}/exe").readlink() not in self._others:
                     sizes[pid] = read_status(pid).get("VmRSS", 0)
         if pids := sorted(sizes, key=lambda pid: -sizes[pid])[:4]:
             self._taken = t_ns, usage_bytes
@@ -123,7 +123,7 @@ class StackTaker:
             finally:
                 self._read_s = time.monotonic()
         with suppress(OSError):
-            program = _program_of(pid)
+            program = Path(f"/proc/{pid}/exe").readlink()
             if "ermission" in why:
                 self._error = (
                     "this user may not read the memory of the command's processes: run as root,"
@@ -134,10 +134,6 @@ class StackTaker:
             else:
                 self._others.add(program)
         return []
-
-
-def _program_of(pid: int) -> Path:
-    return Path(f"/proc/{pid}/exe").readlink()
 
 
 def _stacks_of(pid: int, threads: list[Any]) -> list[Stack]:

@@ -122,7 +122,7 @@ class Advice:
             notes.append(
                 f"{self.best.strategy} reads a {self.best.format} checkpoint with the model's weights"
                 f" alone. Write it once: weighin convert {quote(str(asked.checkpoint))}"
-                f" {_file_name(self.best.format)} {' '.join(map(quote, options))}"
+                f" weights{formats.suffix_of(self.best.format)} {' '.join(map(quote, options))}"
             )
         if found := quantised.of_model(asked.model):
             notes.append(f"The weights are {found.summary}.")
@@ -242,7 +242,7 @@ def _code(advice: Advice, best: Candidate) -> str:
     try:
         return snippet(
             info, device=question.device, dtype=question.dtype, adapter=adapter,
-            checkpoint=_file_name(best.format) if advice.saves_again else str(checkpoint or "model.pt"),
+            checkpoint=f"weights{formats.suffix_of(best.format)}" if advice.saves_again else str(checkpoint or "model.pt"),
             options={} if advice.saves_again else planned.cell.options,
             keeps_dtypes=bool(hugging_face_folder.folder_library(question.model)),
             is_mixed=predicted.is_mixed or not knows_model,
@@ -344,11 +344,6 @@ def _help(dtype: str) -> str:
     if dtype == "float32":
         return "A smaller dtype (--dtype bf16) or a higher limit may help."
     return "A higher limit may help."
-
-
-def _file_name(fmt: str) -> str:
-    """Return the name of the converted checkpoint, for the printed code and ``weighin convert``."""
-    return f"weights{formats.suffix_of(fmt)}"
 
 
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:

@@ -234,11 +234,6 @@ def read(run: Path, *, past_damage: bool = False) -> Records:
     return Records(tuple(results), tuple(warnings), coverage, damage)
 
 
-def paths_of(cell: Cell) -> tuple[str, ...]:
-    of_ranks = (samples_path(cell, rank) for rank in range(cell.ranks) if cell.ranks > 1)
-    return samples_path(cell), *of_ranks
-
-
 def samples_path(cell: Cell, rank: int | None = None) -> str:
     return f"samples/{cell.id}.csv" if rank is None else f"samples/{cell.id}-rank{rank}.csv"
 
