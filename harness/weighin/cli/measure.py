@@ -128,7 +128,6 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
     from weighin.records.series import Measured
     from weighin.run import runner
     from weighin.show import findings
-    from weighin.show.report import floors_as_json
     from weighin.show.write import write
 
     with (
@@ -143,7 +142,9 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
     files = write(measured)
     _console.files(files, typed["json"])
     if typed["json"]:
-        _console.deliver(typed["json"], floors_as_json(measured, files))
+        floors = [findings.floor_as_dict(one) for one in measured.floors]
+        found = {"run": str(task.folder), "floors": floors, "files": [str(path) for path in files]}
+        _console.deliver(typed["json"], found)
     _end(context, results)
 
 

@@ -17,7 +17,7 @@ from weighin.records.series import DIMENSIONS, IN_LABELS, Measured, Row, cells_o
 from weighin.records.verdict import Verdict
 from weighin.result import Outcome
 from weighin.show import words
-from weighin.show.findings import about_commands, findings, floor_as_dict, floor_label
+from weighin.show.findings import about_commands, findings, floor_label
 from weighin.show.table import Column, Entry, Lines, Table, listed
 from weighin.show.words import ABOVE_IMPORT, HEADINGS, KINDS, OF_USES, plain
 from weighin.text import one_line, printable
@@ -288,15 +288,6 @@ def as_json(run: Measured, files: Sequence[Path]) -> dict[str, Any]:
         "warnings": list(run.warnings),
         "files": [str(path) for path in files],
         "answer": explained(run.folder, run.results[0]) if is_one else answer(run),
-    }
-
-
-def floors_as_json(run: Measured, files: Sequence[Path]) -> dict[str, Any]:
-    """Return the smallest RAM limits that a search found, and the paths of the written files."""
-    return {
-        "run": str(run.folder),
-        "floors": [floor_as_dict(floor) for floor in run.floors],
-        "files": [str(path) for path in files],
     }
 
 
