@@ -227,12 +227,8 @@ def index(
     to_write = sum(reader.RECORD_BYTES + one.nbytes for one in slices) if converts else 0
     permit(to_write, reader.bytes_to_read(slices))
     for name, place in places.items():
-        described[name] = replace(
-            described[name],
-            dtype=place.dtype,
-            place=place.place,
-            read=partial(reader.read_pieces, place),
-        )
+        read = partial(reader.read_pieces, place)
+        described[name] = replace(described[name], dtype=place.dtype, place=place.place, read=read)
     sums = _buffer_sums(spec, described)
     if converts:
         _write_tensors(fmt, folder, described, sums)

@@ -143,15 +143,10 @@ def cache_list(_: click.Context, typed: dict[str, Any]) -> None:
     """List the generated checkpoints, with their sizes on the disk."""
     from weighin.checkpoint import cache, temporary_folders
 
-    stored = cache.list_entries()
-    document = {"folder": str(temporary_folders.folder()), "checkpoints": stored}
-    _console.deliver(
-        typed["json"],
-        document,
-        f"checkpoints in {temporary_folders.folder()}",
-        _table(stored),
-        folds=False,
-    )
+    folder, stored = temporary_folders.folder(), cache.list_entries()
+    document = {"folder": str(folder), "checkpoints": stored}
+    parts = f"checkpoints in {folder}", _table(stored)
+    _console.deliver(typed["json"], document, *parts, folds=False)
 
 
 @verb(

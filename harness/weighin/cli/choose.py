@@ -129,13 +129,9 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
     if [*use_paths] == [FORK]:
         raise ConfigError(*client.FORK_ALONE)
     is_asked = _options.is_typed(context, "uses") or "uses" in _options.assigned(context)
+    strategies, own = registry.chosen(settings, chosen.own_format), chosen.own_formats
     planned = loads.cells_of(
-        settings,
-        chosen.specs,
-        registry.chosen(settings, chosen.own_format),
-        "process",
-        dtypes=chosen.dtypes,
-        own_formats=chosen.own_formats,
+        settings, chosen.specs, strategies, "process", dtypes=chosen.dtypes, own_formats=own
     )
     with _console.working("importing torch") as show:
         predictions = client.predict(

@@ -121,19 +121,11 @@ def run(
     inputs: Inputs | None = None,
 ) -> Prediction:
     """Run a cell's strategy on tensors without values; return the memory and work of a real load."""
-    device = torch.device(cell.device)
+    device, dtype = torch.device(cell.device), getattr(torch, cell.dtype)
     gpu = CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None
     ledger = Ledger(gpu, baseline, own_bytes)
     PRELOADED.on_import = ledger.adopt
-    job = Load(
-        checkpoint=checkpoint,
-        device=device,
-        dtype=getattr(torch, cell.dtype),
-        options=cell.options,
-        _model=cell.model,
-        _builder=builder,
-        _marks=ledger,
-    )
+    job = Load(checkpoint, device, dtype, cell.options, cell.model, builder, ledger)
     with _intercepted(ledger):
         modules = len(sys.modules)
         load = import_strategy(strategy)

@@ -135,12 +135,8 @@ def _undefined(code: str) -> set[str]:
     defined = {
         one.get_name() for one in module.get_symbols() if one.is_assigned() or one.is_imported()
     }
-    read = {
-        one.get_name()
-        for table in tables
-        for one in table.get_symbols()
-        if one.is_global() and one.is_referenced()
-    }
+    symbols = (one for table in tables for one in table.get_symbols())
+    read = {one.get_name() for one in symbols if one.is_global() and one.is_referenced()}
     return read - defined - {*dir(builtins)}
 
 

@@ -43,7 +43,7 @@ DIMENSIONS: Final[dict[str, Callable[[Result], Any]]] = {
     "dtype": lambda one: one.cell.dtype,
     "cache": lambda one: one.cache,
     "isolation": lambda one: one.cell.isolation,
-    "options": lambda one: ", ".join(chain.from_iterable(_own_words(one.cell)[1:])),
+    "options": lambda one: ", ".join(option_words(one.cell)),
 }
 IN_LABELS: Final = ("format", "options")
 """These settings are a part of a row's label, where the rows of a strategy differ in them."""
@@ -116,6 +116,11 @@ def name_of(cell: Cell) -> str:
         *cell.settings,
     ]
     return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
+
+
+def option_words(cell: Cell) -> list[str]:
+    """Return a text for each option and each environment variable of a cell."""
+    return list(chain.from_iterable(_own_words(cell)[1:]))
 
 
 def _own_words(cell: Cell) -> tuple[tuple[str, ...], ...]:

@@ -51,12 +51,9 @@ def choose(settings: Settings) -> ChosenModels:
     several: dict[str, Path] = {}
     dtypes: dict[str, str] = {}
     for entry in settings.models:
-        spec, weights = registry.model_and_checkpoint(
-            entry.source,
-            entry.kwargs | settings.kwargs or None,
-            selection,
-            replace(choice, adapter=entry.adapter or choice.adapter),
-        )
+        kwargs = entry.kwargs | settings.kwargs or None
+        how = replace(choice, adapter=entry.adapter or choice.adapter)
+        spec, weights = registry.model_and_checkpoint(entry.source, kwargs, selection, how)
         if entry.name and entry.name != entry.source:
             spec = replace(spec, name=entry.name)
         specs.append(spec)

@@ -345,12 +345,8 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
     if ":" in name:
         return None
     hf.cached_snapshot(name, revision)  # raises an error for a missing path or Hub model
-    raise UnknownName(
-        "model",
-        name,
-        known,
-        "for any other model: ./FILE, ./FOLDER, or --model package.module:callable",
-    )
+    repair = "for any other model: ./FILE, ./FOLDER, or --model package.module:callable"
+    raise UnknownName("model", name, known, repair)
 
 
 def gguf_in(path: Path) -> Path | None:

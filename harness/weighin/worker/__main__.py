@@ -115,13 +115,9 @@ def start_ranks(marks: Marks) -> NoReturn:
             continue
         rank, process, printed = running.pop(pid)
         code = process.returncode = os.waitstatus_to_exitcode(status)
-        marks.send(
-            "ended",
-            rank=rank,
-            code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
-            stderr_tail=printed.text[-4096:].decode(errors="replace"),
-        )
+        how = {"code": code, "signal": None} if code >= 0 else {"code": None, "signal": -code}
+        tail = printed.text[-4096:].decode(errors="replace")
+        marks.send("ended", rank=rank, **how, stderr_tail=tail)
     os._exit(0)
 
 
