@@ -66,11 +66,9 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
     ]
     shorts, common = short_names(name for series in keyed for name in series)
     chosen = [named(name) for name in metrics] or list(METRICS.values())
-    rows = [
-        row
-        for name, short in shorts.items()
-        for row in _rows(short, [series.get(name) for series in keyed], chosen)
-    ]
+    rows = list[dict[str, Any]]()
+    for name, short in shorts.items():
+        rows += _rows(short, [series.get(name) for series in keyed], chosen)
     headings = []
     for letter, group in zip(ascii_uppercase, groups, strict=False):
         facts = [str(covered) for covered in group.incomplete.values()]

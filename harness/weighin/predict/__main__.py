@@ -157,12 +157,8 @@ def _make(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     if not (path and request["is_own"]):
         selection = Selection(**request["selection"])
         path = make_sparse(cell.model, cell.format, folder, source, selection)
-    manifest = write_manifest(cell.model, cell.dtype, folder)
-    return {
-        "checkpoint": str(path),
-        "manifest": str(manifest),
-        "checkpoint_dtype": main_dtype(path),
-    }
+    manifest = str(write_manifest(cell.model, cell.dtype, folder))
+    return {"checkpoint": str(path), "manifest": manifest, "checkpoint_dtype": main_dtype(path)}
 
 
 def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:

@@ -220,11 +220,8 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
 
 def _code(advice: Advice, best: Candidate) -> str:
     question, prior, checkpoint = advice.question, advice.prior, advice.question.checkpoint
-    planned, predicted = next(
-        pair
-        for pair in zip(prior.planned, prior.predictions, strict=True)
-        if pair[0].cell.strategy == best.strategy
-    )
+    pairs = zip(prior.planned, prior.predictions, strict=True)
+    planned, predicted = next(one for one in pairs if one[0].cell.strategy == best.strategy)
     # Of a checkpoint alone, nobody knows what the constructor of its model does.
     knows_model = question.model.builder != SYNTHESISED
     info = registry.strategy(best.strategy)

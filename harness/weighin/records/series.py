@@ -362,11 +362,8 @@ def _summary(group: Sequence[Result]) -> Row:
     ended = next((row for row in rows if row["outcome"] != Outcome.OK), rows[0])
     row = next((row for row in rows if row["cache"] == NOT_DROPPED), rows[0]).copy()
     row |= {name: ended[name] for name in ("last_phase", "message")}
-    row |= {
-        "outcome": outcome_of(each.outcome for each in group),
-        "repeats": len(rows),
-        "ok": len(good),
-    }
+    row["outcome"] = outcome_of(each.outcome for each in group)
+    row |= {"repeats": len(rows), "ok": len(good)}
     for name in COLUMNS:
         known = [value for each in good or rows if (value := each[name]) is not None]
         low, high = min(known, default=None), max(known, default=None)

@@ -176,9 +176,6 @@ def only_writer(folder: Path) -> Iterator[None]:
         return
     with FileIO(locked):
         if not try_lock(locked):
-            raise HarnessError(
-                f"another process runs the plan in {folder}",
-                "wait for its end, then resume the run",
-                exit_code=4,
-            )
+            repair = "wait for its end, then resume the run"
+            raise HarnessError(f"another process runs the plan in {folder}", repair, exit_code=4)
         yield
