@@ -138,7 +138,7 @@ class DockerIsolation(Isolation):
         streams: Streams = OWN_STREAMS,
         mounts: Iterable[str] = (),
     ) -> Running:
-        is_worker, mounts, info = cell.operation != "command", [*mounts], self._info
+        is_worker, mounts = cell.operation != "command", [*mounts]
         image = "" if is_worker else self._image
         if not is_worker and folder in ("", "/"):
             why = f"the current folder {folder or '(deleted)'} cannot be mounted into a container"
@@ -170,12 +170,12 @@ class DockerIsolation(Isolation):
             "mounts": [Mount(t, s, "bind", read_only=t not in written) for t, s in binds.items()],
         }
         host |= _CLOSED if is_worker else {}
-        if cell.ram_limit_bytes is not None and info.get("CgroupVersion", "1") == "1":
+        if cell.ram_limit_bytes is not None and self._info.get("CgroupVersion", "1") == "1":
             host["mem_swappiness"] = 0
         if cell.needs_gpu:  # the driver's libraries are in /usr
             devices = [path for path in Path("/dev").glob("nvidia*") if path.is_char_device()]
             host["devices"] = [f"{path}:{path}:rwm" for path in devices]
-        options = " ".join(info.get("SecurityOptions") or [])
+        options = " ".join(self._info.get("SecurityOptions") or [])
         if "name=userns" in options:  # else this user's files would be another user's
             host["userns_mode"] = "host"
         # Root in a container of a rootless engine is this user.
