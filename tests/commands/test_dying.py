@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -34,25 +33,19 @@ faulthandler.register(signal.SIGUSR1)
 """A sitecustomize.py: Python then prints its stack on a signal, without running Python code."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    code: int
-    errors: str
-    oom_kills: int
-
-
 @pytest.fixture
 def group() -> Iterator[Group]:
     with new_group() as made:
         yield made
 
 
-def run(case: Dying, inputs: Mapping[str, Path], group: Group) -> Ended:
+def run(case: Dying, inputs: Mapping[str, Path], group: Group) -> tuple[int, str, int]:
+    """Return the script's exit code and errors, and how many processes the kernel has killed."""
     case.prepare(inputs)
     with group.start(case.command(inputs), **QUIET) as process:
         errors = process.communicate(timeout=PATIENCE_S)[1].decode()
     empty(inputs)
-    return Ended(process.returncode, errors, group.oom_kills())
+    return process.returncode, errors, group.oom_kills()
 
 
 def wait_at_limit(process: subprocess.Popen[bytes], group: Group, near_bytes: int) -> None:
@@ -70,13 +63,12 @@ def test_a_script_dies_under_its_limit_and_only_there(
     case: Dying, inputs: Mapping[str, Path], group: Group
 ) -> None:
     group.limit(2 * GIB)
-    free = run(case, inputs, group)
-    assert (free.code, free.errors, free.oom_kills) == (0, "", 0)
+    assert run(case, inputs, group) == (0, "", 0)
     group.limit(case.tightest_bytes)
-    limited = run(case, inputs, group)
-    assert bool(limited.oom_kills) == case.dies
+    code, _, oom_kills = run(case, inputs, group)
+    assert bool(oom_kills) == case.dies
     if case.cause is not Cause.COPY_ON_WRITE:  # the kernel kills the parent or a worker
-        assert bool(limited.code) == case.dies
+        assert bool(code) == case.dies
 
 
 WAITING = [case for case in DYING if case.dies and case.cause is not Cause.SHARED]
@@ -95,9 +87,8 @@ def test_a_script_meets_its_limit_at_its_line(
     group.limit(case.tightest_bytes)
     case.prepare(inputs)
     control.write_text("1")  # whoever meets the limit waits, or gets an error from a system call
-    process = group.start(
-        case.command(inputs), env=os.environ | {"PYTHONPATH": str(tmp_path)}, **QUIET
-    )
+    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+    process = group.start(case.command(inputs), env=variables, **QUIET)
     with ExitStack() as stack:
         stack.enter_context(process)
         stack.callback(process.kill)  # one that waits at its limit would never end

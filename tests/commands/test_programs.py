@@ -7,7 +7,7 @@ import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 
 import leftovers
 import pytest
@@ -79,13 +79,10 @@ def test_the_page_cache_of_a_file_is_charged_to_its_first_reader(
 
 
 def test_the_daemon_goes_on_without_its_parent(programs: Path) -> None:
-    started = monotonic()
-    daemon, mark = str(programs / "daemon"), {"WEIGHIN_TEST_DAEMON": str(programs)}
-    ended = subprocess.run(
-        (daemon, "16", "30"), capture_output=True, check=False, env=os.environ | mark
-    )
+    command = (str(programs / "daemon"), "16", "600")
+    variables = os.environ | {"WEIGHIN_TEST_DAEMON": str(programs)}
+    ended = subprocess.run(command, capture_output=True, check=False, env=variables)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")  # its streams are closed
-    assert monotonic() - started < 20
     (left,) = leftovers.processes(f"WEIGHIN_TEST_DAEMON={programs}")
     pid = int(left.split()[0])
     assert os.getsid(pid) not in (os.getsid(0), pid)

@@ -11,15 +11,13 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, chdir, closing, contextmanager
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, chdir, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import click
-import pytest
 from warm_children import Forks
 
 from weighin import __version__, child_process, doctor
@@ -164,26 +162,6 @@ def outline(data: Any, kept: Iterable[str], key: str = "") -> Any:
     return data if key in kept and not isinstance(data, dict) else "..."
 
 
-def settled(kept: Any, now: Any, *, most_bytes: int, exact: Container[str], key: str = "") -> Any:
-    """Return ``now``, but a size that differs from ``kept`` by at most ``most_bytes`` as it is there.
-
-    What the keys ``exact`` hold is returned as it is.
-    """
-    if key in exact:
-        return now
-    if isinstance(now, dict) and isinstance(kept, dict):
-        return {
-            name: settled(kept.get(name), one, most_bytes=most_bytes, exact=exact, key=name)
-            for name, one in now.items()
-        }
-    if isinstance(now, list) and isinstance(kept, list) and len(now) == len(kept):
-        both = zip(kept, now, strict=True)
-        return [settled(was, one, most_bytes=most_bytes, exact=exact, key=key) for was, one in both]
-    if key.endswith("_bytes") and type(now) is type(kept) is int and abs(now - kept) <= most_bytes:
-        return kept
-    return now
-
-
 def published(name: str, folder: Path, copy: str = "") -> str:
     """Copy the records of a published run into ``folder``; return the name of the copy."""
     target = folder / (copy or name)
@@ -204,31 +182,25 @@ def machine_of(run: str) -> Iterator[None]:
     """Let ``weighin recommend`` be on the machine of a published run, and predict as it did there."""
     first = (PUBLISHED / run / "records.jsonl").read_text().partition("\n")[0]
     there = json.loads(first)["environment"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "machine", lambda: there)
-        patch.setattr(os, "cpu_count", lambda: there["cpus"])
-        patch.setattr(answer, "predict", _predict)
+    with (
+        patch.object(environment, "machine", lambda: there),
+        patch.object(os, "cpu_count", lambda: there["cpus"]),
+        patch.object(answer, "predict", _predict),
+    ):
         yield
 
 
-@cache
-def predictions() -> Mapping[str, Mapping[str, Any]]:
-    """The predictions of each strategy that ``weighin predict --json`` gave, by model, dtype and device."""
-    kept: dict[str, dict[str, Any]] = json.loads(_KEPT.read_text())
-    return kept
-
-
-@contextmanager
-def predicting() -> Iterator[None]:
+def predicting() -> AbstractContextManager[object]:
     """Let ``weighin predict`` assume a disk from which the kernel reads 8 MiB ahead."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "read_ahead_bytes", lambda _: 8 * 2**20)
-        yield
+    return patch.object(client, "read_ahead_bytes", lambda _: 8 * 2**20)
 
 
 def _predict(planned: Sequence[Any], **_: Any) -> list[Prediction]:
+    """Return what ``weighin predict --json`` gave for each strategy: by model, dtype and device."""
     cells = [one.cell for one in planned]
-    known = predictions()[f"{cells[0].model.title} {cells[0].dtype} {cells[0].device}"]
+    known = json.loads(_KEPT.read_text())[
+        f"{cells[0].model.title} {cells[0].dtype} {cells[0].device}"
+    ]
     return [from_json(cell, {**known[f"{cell.strategy} {cell.format}"]}) for cell in cells]
 
 
@@ -243,24 +215,22 @@ def found_floors(run: str) -> Iterator[None]:
         published(run, task.folder.parent, task.folder.name)
         return list(run_folder.read(task.folder).results)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "start", start_at_once)
-        patch.setattr(runner, "search", search)
-        patch.setattr(write, "draw", lambda *_: ())
+    with (
+        patch.object(plans, "start", start_at_once),
+        patch.object(runner, "search", search),
+        patch.object(write, "draw", lambda *_: ()),
+    ):
         yield
 
 
-@contextmanager
-def examined() -> Iterator[None]:
+def examined() -> AbstractContextManager[object]:
     """Let ``weighin doctor`` find one capability of each kind, whatever this machine has."""
     found = (
         Capability("isolation docker", "no", "no Docker engine answers"),
         Capability("isolation cgroup enforces a limit", "yes", "a probe was killed"),
         Capability("soft limit (ram_high)", "partly", "cgroup v1 has no memory.high"),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "examine", lambda: doctor.Examination(found))
-        yield
+    return patch.object(doctor, "examine", lambda: doctor.Examination(found))
 
 
 class Identity(NamedTuple):

@@ -17,81 +17,64 @@ from weighin import results
 PUBLISHED = ROOT / "results/published"
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("here")
 
 
-def _records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
+RECORDS = Path("run/records.jsonl")
+PLAN = Path("run/plan.json")
 
 
-def _resume(verb: str, run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Resume a run, and return its old and its new records; the old ones are as they were."""
-    before = (run / "records.jsonl").read_bytes()
-    ended = typed(verb, "--resume", run, "--trust")
+def _records() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RECORDS.read_text().splitlines()]
+
+
+def _resume(verb: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Resume the run, and return its old and its new records; the old ones are as they were."""
+    before, cut_off, _ = RECORDS.read_bytes().rpartition(b"\n")
+    ended = typed(verb, "--resume", "run", "--trust")
     assert ended.code == 0, ended.err
-    after = (run / "records.jsonl").read_bytes()
-    assert after.startswith(before)
-    old = before.count(b"\n")
-    records = _records(run)
+    assert RECORDS.read_bytes().startswith(before + cut_off)
+    records, old = _records(), before.count(b"\n") + 1
     return records[:old], records[old:]
 
 
 def test_bench_measures_the_rest_of_an_old_run() -> None:
     put_cache(Path("cache"))
-    run = put_run("bench", Path("run"))
-    old, new = _resume("bench", run)
+    put_run("bench", Path("run"))
+    old, (new,) = _resume("bench")
     assert [one["cell"]["repeat"] for one in old] == [0, 0, 1]
-    assert [(one["cell"]["strategy"], one["cell"]["repeat"], one["outcome"]) for one in new] == [
-        ("per_param", 1, "ok")
-    ]
-    differing = {key for key in new[0]["cell"] if new[0]["cell"][key] != old[1]["cell"][key]}
-    assert differing == {"repeat"}
+    assert (new["cell"]["strategy"], new["outcome"]) == ("per_param", "ok")
+    assert new["cell"] == old[1]["cell"] | {"repeat": 1}
 
 
-def _later(run: Path) -> None:
+def _later() -> None:
     """Let the plan have settings that this weighin does not know."""
-    plan = json.loads((run / "plan.json").read_text())
-    plan["settings"]["colour"] = "red"
-    plan["colour"] = "blue"
-    (run / "plan.json").write_text(json.dumps(plan))
+    plan = json.loads(PLAN.read_text())
+    plan["settings"]["colour"] = plan["colour"] = "red"
+    PLAN.write_text(json.dumps(plan))
 
 
-def _torn(run: Path) -> None:
+def _torn() -> None:
     """Let the last record be cut off, as after a power cut."""
-    with (run / "records.jsonl").open("ab") as file:
+    with RECORDS.open("ab") as file:
         file.write(b'{"schema": 1, "cell": {"mod')
 
 
-@pytest.mark.parametrize(
-    "change", [lambda _: None, _later, _torn], ids=["as it was", "later", "torn"]
-)
-def test_run_measures_the_rest_of_an_old_run(change: Callable[[Path], object]) -> None:
-    run = put_run("run", Path("run"))
-    old = _records(run)
-    before = (run / "records.jsonl").read_bytes()
-    change(run)
-    ended = typed("run", "--resume", run, "--trust")
-    assert (ended.code, ended.out.splitlines()[0]) == (0, "line")
-    assert (run / "records.jsonl").read_bytes().startswith(before)
-    (new,) = _records(run)[len(old) :]
-    assert (new["cell"]["repeat"], new["outcome"]) == (1, "ok")
-    assert new["cell"] == old[0]["cell"] | {"repeat": 1}
-    assert len(new["ran"]["marks"]) == len(old[0]["ran"]["marks"]) == 1
-
-
-def test_a_run_that_is_complete_is_not_measured_again() -> None:
-    run = put_run("run", Path("run"))
-    assert len(_resume("run", run)[1]) == 1
-    assert _resume("run", run)[1] == []
+@pytest.mark.parametrize("change", [lambda: None, _later, _torn], ids=["as it was", "later", "torn"])  # fmt: skip
+def test_run_measures_the_rest_of_an_old_run_once(change: Callable[[], object]) -> None:
+    put_run("run", Path("run"))
+    change()
+    (old,), (new,) = _resume("run")
+    assert new["outcome"] == "ok"
+    assert new["cell"] == old["cell"] | {"repeat": 1}
+    assert len(new["ran"]["marks"]) == len(old["ran"]["marks"]) == 1
+    assert _resume("run")[1] == []
 
 
 @pytest.mark.cgroup
 def test_floor_goes_on_with_an_old_search() -> None:
-    run = put_run("floor", Path("run"))
-    old, new = _resume("floor", run)
+    put_run("floor", Path("run"))
+    old, new = _resume("floor")
     assert 0 < len(new) < 12
     tried, again = (
         {(one["cell"]["ram_limit_bytes"], one["cell"]["repeat"]) for one in some}
@@ -102,25 +85,16 @@ def test_floor_goes_on_with_an_old_search() -> None:
     assert 50 << 20 < min(filter(None, right)) < 80 << 20
 
 
-def test_a_run_of_commands_is_not_started_without_consent() -> None:
-    put_run("run", Path("run"))
-    ended = typed("run", "--resume", "run")
-    assert (ended.code, ended.out) == (2, "")
-    assert "run/plan.json names code that is not part of weighin" in ended.err
-    assert len(_records(Path("run"))) == 1
-
-
 @pytest.mark.parametrize("verb", ["bench", "run", "floor"])
 def test_a_plan_of_a_later_weighin_is_refused_and_its_records_are_read(verb: str) -> None:
-    run = put_run(verb, Path("run"))
-    records = (run / "records.jsonl").read_bytes()
-    plan = (run / "plan.json").read_text()
-    (run / "plan.json").write_text(plan.replace('"schema": 1', '"schema": 2', 1))
-    ended = typed(verb, "--resume", run, "--trust")
+    put_run(verb, Path("run"))
+    records = RECORDS.read_bytes()
+    PLAN.write_text(PLAN.read_text().replace('"schema": 1', '"schema": 2', 1))
+    ended = typed(verb, "--resume", "run", "--trust")
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("error: run/plan.json: written by a newer weighin (schema 2;")
-    assert (run / "records.jsonl").read_bytes() == records
-    ended = typed("report", run, "--format", "csv")
+    assert RECORDS.read_bytes() == records
+    ended = typed("report", "run", "--format", "csv")
     assert "weighin cannot tell whether the run is complete" in ended.err
     assert len(Path("run/summary.csv").read_text().splitlines()) > 1
 
@@ -170,6 +144,7 @@ INCOMPLETE = (
     "check run --baseline part.yaml --update --partial",
     "compare run run --markdown run/compared.md --json -", "history . --json -",
 )  # fmt: skip
+WRITTEN = ("check.xml", "report.md", "report.html", "summary.csv", "bmf.json", "gha.json", "compared.md")  # fmt: skip
 
 
 def test_no_reader_takes_an_incomplete_run_for_a_complete_one(same: Compare) -> None:
@@ -180,21 +155,12 @@ def test_no_reader_takes_an_incomplete_run_for_a_complete_one(same: Compare) -> 
         ended = typed(*shlex.split(line))
         said += [f"$ weighin {line}", f"exit code {ended.code}", *_of_cells(ended.out + ended.err)]
     Path("check.xml").rename("run/check.xml")
-    for name in (
-        "check.xml",
-        "report.md",
-        "report.html",
-        "summary.csv",
-        "bmf.json",
-        "gha.json",
-        "compared.md",
-    ):
+    for name in WRITTEN:
         text = re.sub(r"<style>.*?</style>|<script.*?</script>", "", Path("run", name).read_text())
         said += [f"$ cat {name}", *_of_cells(text)]
     same("old_runs/incomplete.txt", "".join(f"{line}\n" for line in said))
-    assert {
-        line.rpartition(",")[2] for line in Path("run/summary.csv").read_text().split("\n")[1:-1]
-    } == {"1"}
+    rows = Path("run/summary.csv").read_text().splitlines()[1:]
+    assert {row.rpartition(",")[2] for row in rows} == {"1"}
     assert json.loads(Path("run/bmf.json").read_text())["run"] == {"missing_cells": {"value": 1}}
     entry = {"name": "run missing_cells", "unit": "cells", "value": 1}
     assert entry in json.loads(Path("run/gha.json").read_text())

@@ -108,11 +108,9 @@ KEYS = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_the_keys_of_a_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: Compare
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_the_keys_of_a_file(name: str, same: Compare) -> None:
     """An unknown key is answered with all that are known."""
-    monkeypatch.chdir(tmp_path)
     file, text, words = KEYS[name]
     Path(file).write_text(text)
     ended = typed(*words.split())
@@ -125,12 +123,8 @@ def test_the_verbs(same: Compare) -> None:
     same("signatures/verbs.txt", "\n".join(verbs()) + "\n")
 
 
-def test_the_short_ways_to_help() -> None:
-    whole = typed("bench", "--help")
-    assert whole.code == 0
-    assert typed("bench", "-h") == typed("help", "bench") == whole
-    assert typed().code == 2
-    assert typed().err == typed("--help").out
+def test_without_words_the_help_is_an_error() -> None:
+    assert (typed().code, typed().err) == (2, typed("--help").out)
     assert typed("--version").out.split()[0] == "weighin"
 
 
@@ -169,19 +163,3 @@ def test_what_the_wheel_offers_to_others(same: Compare) -> None:
         "extras": sorted({*PROJECT["optional-dependencies"]} - {"dev", "docs", "fuzz"}),
     }
     same("signatures/wheel.json", json.dumps(offered, indent=1) + "\n")
-
-
-def test_another_package_adds_a_way_of_saving_by_an_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    about = tmp_path / "theirs-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[weighin.saving]\ntheirs = their_way\n")
-    (tmp_path / "their_way.py").write_text('"""Theirs."""\n\ndef save(job): ...\n')
-    monkeypatch.syspath_prepend(tmp_path)
-    listed = json.loads(typed("list", "strategies", "--json", "-").out)
-    found = [one for one in listed["saving"] if one["name"] == "their_way"]
-    assert [(one["summary"], one["path"]) for one in found] == [
-        ("Theirs.", str(tmp_path / "their_way.py"))
-    ]

@@ -37,26 +37,17 @@ class Machine:
     def type(self, command: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the clone as the ordinary user, and print what it prints."""
         settings = pip_settings.read()
-        places = "\n".join(map(str, pip_settings.places(settings)))
+        variables = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/home/ordinary", "USER": "ordinary",
+            "PLACES": "\n".join(map(str, pip_settings.places(settings))),
+        }  # fmt: skip
         proxies = {name: value for name, value in os.environ.items() if name.endswith("_proxy")}
         start = time.monotonic()
         done = subprocess.run(
             [HERE / "enter", self.root, f"cd weighin && {command}"],
-            env={
-                "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
-                "HOME": "/home/ordinary",
-                "USER": "ordinary",
-                "PLACES": places,
-                **settings,
-                **proxies,
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+            env=variables | settings | proxies, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
         print(f"$ {command}\n{done.stdout}({time.monotonic() - start:.0f} s)\n")
         return done
 
@@ -73,9 +64,7 @@ def machine(disk: Path) -> Machine:
 
 def first_commands() -> list[str]:
     """Return the commands of README's first block, without their comments."""
-    block = re.search(
-        r"^```\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
-    )
+    block = re.search(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
     assert block
     return [line.partition("#")[0].strip() for line in block[1].splitlines()]
 
