@@ -356,6 +356,23 @@ def test_a_users_checkpoint_gives_the_structure(tmp_path: Path) -> None:
     assert (round(above(used(mapped), mapped), 1), round(2 * above(used(copied), copied))) == (1, 3)
 
 
+@pytest.mark.parametrize("strategy", ["streaming", "transformers"])
+def test_two_different_matrices_of_a_folder_stay_two_although_its_config_ties_them(
+    tmp_path: Path, strategy: str
+) -> None:
+    transformers = pytest.importorskip("transformers", reason=install.command("hf"))
+    sizes = {"vocab_size": 8192, "n_embd": 1024, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    config = transformers.GPT2Config(**sizes, tie_word_embeddings=False)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path)
+    tied = (tmp_path / "config.json").read_text().replace('embeddings": false', 'embeddings": true')
+    (tmp_path / "config.json").write_text(tied)
+    spec, source = registry.model_and_checkpoint(str(tmp_path))
+    (found,) = predict([planned(strategy, model=spec, format="safetensors")], checkpoint=source)
+    assert found.cannot == ""
+    assert found.model_bytes == sum(one.nbytes for one in model.parameters())
+
+
 BY_DAY = ("tied-tiny", "minilm", "llama-70b")
 AT_NIGHT = (
     "qwen3-0.6b", "gemma-3-1b", "bert-base", "clip-base", "deepseek-v3-bf16", "flux", "gpt-oss-20b",
