@@ -14,6 +14,7 @@ from weighin.errors import ConfigError
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer
 from weighin.recommend.candidates import (
+    OWN_CODE,
     Candidate,
     FitVerdict,
     Limits,
@@ -163,6 +164,10 @@ ORDERS: dict[str, tuple[list[Candidate], str]] = {
         timed("mapped", 2.0, asks=("saved as safetensors", "safetensors"), **PREDICTED),
         timed("streaming", 2.5, **PREDICTED, **OURS), timed("unknown", None, time_from=""),
     ], "mmap_assign streaming load_assign mapped unknown"),
+    "a tenth of a second that is predicted decides nothing": ([
+        timed("own_code", 0.05, asks=(OWN_CODE,), **PREDICTED), timed("slower", 0.16, **PREDICTED),
+        timed("one_call", 0.14, **PREDICTED),
+    ], "one_call own_code slower"),
     "among what reads again and again no time decides": ([
         timed("elsewhere", 3.0, asks=("saved as per_param",), **AGAIN), timed("here", 60.0, **AGAIN),
     ], "here elsewhere"),

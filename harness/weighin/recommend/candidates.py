@@ -270,7 +270,7 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     If any strategy of a verdict was measured, predicted times count double. Strategies about as fast
     as the fastest one are ordered: measured before predicted, without a conversion of the checkpoint
     before with one, then by their number of other requirements, then by RAM. "About as fast" means
-    within ``noise_s`` of the fastest one, or within 20 % if that was not measured. Strategies that
+    within ``noise_s`` of the fastest one, or within 20 % or 0.1 s if that was not measured. Strategies that
     thrash are ordered by requirements and RAM before the time.
     """
     return [
@@ -297,7 +297,7 @@ def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
         if fastest.time_from == MEASURED:
             as_fast_s += fastest.noise_s or 0.0
         else:
-            as_fast_s *= 1.2
+            as_fast_s = max(1.2 * as_fast_s, as_fast_s + 0.1)
 
     def key(candidate: Candidate) -> tuple[object, ...]:
         time_s = counted_s(candidate)
