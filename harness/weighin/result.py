@@ -217,7 +217,7 @@ class OpenFile:
     seen_ns: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Process:
     pid: int
     parent_pid: int

@@ -45,21 +45,9 @@ class Pause:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """The fields of a ``Process``, and what they are computed from."""
+class _Seen(Process):
+    """A process with its first parent, and what some of its fields are computed from."""
 
-    pid: int
-    start_ns: int
-    end_ns: int
-    parent_pid: int = 0  # its first parent's
-    command: str = ""
-    highest_rss_bytes: int | None = None
-    anon_bytes: int | None = None
-    file_bytes: int | None = None
-    shmem_bytes: int | None = None
-    files: tuple[OpenFile, ...] = ()
-    copied_bytes: int | None = None
-    grown_bytes: int | None = None
     readings: tuple[int, ...] = ()  # the last two of its anonymous memory, the newest first
     least_anon_bytes: int = 0  # since the fork, when the memory was its parent's
     parent_anon_bytes: int = 0
@@ -108,7 +96,7 @@ class ProcessTable:
         for pid in self._running.keys() - pids:
             self._ended.append(self._running.pop(pid))
         for pid in pids:
-            self._running.setdefault(pid, _Seen(pid, t_ns, t_ns)).end_ns = t_ns
+            self._running.setdefault(pid, _Seen(pid, 0, "", t_ns, t_ns)).end_ns = t_ns
         running = self._running.values()
         new = [seen for seen in running if t_ns - seen.start_ns < 2e8]  # a fork may call exec
         with self._reading as is_due:
