@@ -33,11 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         MARKER,
         "how much the memory of each test may grow, such as 2GiB: each test then runs in a new process;"
         " the marker limit_peak of a test replaces it",
+        default="",
     )
     parser.addini(
         "weighin_body_args",
         "arguments of the pytest that runs a test with limit_peak; that pytest ignores addopts",
         type="args",
+        default=[],
     )
 
 
