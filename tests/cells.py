@@ -251,12 +251,21 @@ def write_merged(base: Path, adapter: Path, target: Path, dtype: torch.dtype) ->
     Conversion(base, target, "pt", name, model_keys=True, choice=choice).write()
 
 
+def known(figure: int | None) -> int:
+    """Return a figure that a record must have."""
+    assert figure is not None
+    return figure
+
+
+def charged_above_import(result: Result) -> int:
+    """Return by how much the peak charge of a load is above that of its imports."""
+    assert result.baseline
+    return known(result.peaks.cgroup_bytes) - known(result.baseline.cgroup_bytes)
+
+
 def names_of(result: Result) -> list[str]:
-    """Return the names of a result's phases, without what lay between two of them."""
-    names = [
-        phase.name for phase in result.phases
-    ]  # on a busy machine, UNNAMED is there now and then
-    return [name for name in names if name != UNNAMED]
+    """Return the names of a result's phases, without what lay between two of them on a busy machine."""
+    return [phase.name for phase in result.phases if phase.name != UNNAMED]
 
 
 def phases_of(result: Result) -> dict[str, Phase]:

@@ -4,8 +4,6 @@ Strategies are the files in ``strategies/``, and the project's own; each is run 
 worker, and after each nothing may be left.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -57,6 +55,11 @@ def limiting(request: pytest.FixtureRequest) -> Watched:
 def process() -> Watched:
     """The plain process: for what does not depend on the isolation."""
     return prepared_isolation("process")
+
+
+@pytest.fixture(scope="session")
+def cgroup() -> Watched:
+    return prepared_isolation("cgroup")
 
 
 @pytest.fixture(scope="session")

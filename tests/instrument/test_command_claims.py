@@ -1,7 +1,5 @@
 """weighin claims a copy, and leaves a kind of memory out, only as far as it saw the memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import leftovers

@@ -4,20 +4,11 @@ import mmap
 import os
 import time
 from pathlib import Path
-from typing import Any
 
+import command_trees
 import pytest
 from cells import MIB, kernel_log, new_group, page_cache
-from command_trees import (
-    FAMILY,
-    FAMILY_ANON_MIB,
-    FAMILY_SHMEM_MIB,
-    Command,
-    command,
-    record,
-    samples,
-    weighed,
-)
+from command_trees import FAMILY, command, record, samples, weighed
 
 pytestmark = pytest.mark.cgroup
 
@@ -25,14 +16,10 @@ SEEN_S = 1.5
 """A command that uses most memory for so long is sampled, and the table of its processes kept."""
 
 
-def pause(one: Command, step: str) -> None:
+def pause(one: command_trees.Command, step: str) -> None:
     """Let a command go on to a step, and wait there until it must have been seen."""
     one.go(step)
     time.sleep(SEEN_S)
-
-
-def processes(found: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*found["ran"]["processes"]]
 
 
 def test_a_family_is_counted_once_and_named(tmp_path: Path) -> None:
@@ -46,16 +33,16 @@ def test_a_family_is_counted_once_and_named(tmp_path: Path) -> None:
     found, seen = record(out), samples(out)
     before = max((one for one in seen if one["t_ns"] < started_ns), key=lambda one: one["t_ns"])
     most = max(seen, key=lambda one: one["anon_bytes"])
-    assert most["anon_bytes"] - before["anon_bytes"] == pytest.approx(
-        FAMILY_ANON_MIB * MIB, abs=0.01 * FAMILY_ANON_MIB * MIB + MIB
-    )
-    assert most["shmem_bytes"] == pytest.approx(FAMILY_SHMEM_MIB * MIB, abs=MIB)
+    anon, shmem = command_trees.FAMILY_ANON_MIB * MIB, command_trees.FAMILY_SHMEM_MIB * MIB
+    rise = most["anon_bytes"] - before["anon_bytes"]
+    assert rise == pytest.approx(anon, abs=0.01 * anon + MIB)
+    assert most["shmem_bytes"] == pytest.approx(shmem, abs=MIB)
     assert most["cgroup_bytes"] >= most["anon_bytes"] + most["shmem_bytes"]
     assert (found["outcome"], found["oom_kills"]) == ("ok", 0)
-    parent, *children = processes(found)
+    parent, *children = found["ran"]["processes"]
     assert len(children) == 3
     assert {child["parent_pid"] for child in children} == {parent["pid"]}
-    assert parent["highest_rss_bytes"] >= (128 + FAMILY_SHMEM_MIB) * MIB
+    assert parent["highest_rss_bytes"] >= 128 * MIB + shmem
     together = sum(one["anon_bytes"] + one["shmem_bytes"] for one in (parent, *children))
     assert together == pytest.approx(found["ran"]["needed_bytes"], rel=0.05)
 
@@ -82,7 +69,7 @@ def test_the_files_that_are_read_and_mapped_at_the_peak(tmp_path: Path, disk: Pa
         one.reach("started")
         pause(one, "read")
         one.go("freed")
-    (process,) = processes(record(out))
+    (process,) = record(out)["ran"]["processes"]
     read, mapped = sorted(process["files"], key=lambda one: str(one["path"]))
     names = ("path", "size_bytes", "position_bytes")
     assert [read[name] for name in names] == [str(files[0]), 30 * MIB, 24 * MIB]
@@ -115,7 +102,7 @@ def test_page_cache_at_the_limit_does_not_hide_the_peak(tmp_path: Path, disk: Pa
         pause(one, "held")
         one.go("freed")
     found = record(out)
-    (process,) = processes(found)
+    (process,) = found["ran"]["processes"]
     # The kernel's counters lag by up to 64 pages for each processor. The sampler reads the processes
     # again only if the memory grew by 1 MiB or 1 %.
     least = 60 * MIB - 64 * mmap.PAGESIZE * (os.cpu_count() or 1)
@@ -145,7 +132,7 @@ step("done")
     with weighed(code, out) as one:
         one.reach("started")
         one.go("done")
-    parent, *children = processes(record(out))
+    parent, *children = record(out)["ran"]["processes"]
     assert [child["command"] for child in children] == ["sleep 1"] * 2 + ["sleep 1.5"]
     assert {child["parent_pid"] for child in children} == {parent["pid"]}
     for child, lived_s in zip(children, (1, 1, 1.5), strict=True):

@@ -1,14 +1,12 @@
 """For scripts that die for lack of memory, weighin names the limit, the cause and the line."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from cells import MIB, Outcome, Result, explained, new_group
@@ -45,10 +43,8 @@ def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Path, Re
         if case.around_bytes and group:
             group.limit(case.around_bytes)
             command = (*seen_from_inside(group.path, folder), *command)
-        process = subprocess.run(
-            command, cwd=folder, env=variables(), stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        how: dict[str, Any] = {"cwd": folder, "env": variables(), "timeout": 120}
+        process = subprocess.run(command, capture_output=True, text=True, check=False, **how)
     empty(inputs)
     assert (out / "records.jsonl").exists(), process.stderr
     result, _, _ = explained(out)

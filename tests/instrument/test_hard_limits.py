@@ -20,6 +20,7 @@ from cells import (
     Result,
     Watched,
     cgroup_version,
+    known,
     known_file,
     names_of,
     phases_of,
@@ -34,7 +35,9 @@ LIMIT = 256 * MIB
 LIMIT_OF_A_CHILD = 448 * MIB
 PATIENCE_S = 300
 REFERENCE = Reference(spent_ns=1000 * 10**9, size_bytes=FILE_BYTES)  # too long for the rule of time
-KILLED_CHILD = "the measured process lost a child, killed by the kernel for lack of memory"
+ALONE = "peak RSS and anonymous memory are those of the measured process alone; it started"
+KILLED = "the kernel killed 1 process of this measurement for lack of memory"
+LOST = "the measured process lost a child, killed by the kernel for lack of memory"
 
 
 @pytest.mark.parametrize("limit_mib", [8, 96, *nightly(32)])
@@ -55,11 +58,10 @@ def test_children_are_charged_to_the_cell(bench: Bench, limiting: Watched) -> No
     result = bench("children", limiting, how="each_takes_its_share", mib=100)
     assert (result.outcome, result.message) == (Outcome.OK, "")
     (warning,) = result.warnings
-    alone = r"peak RSS and anonymous memory are those of the measured process alone; it started \d process"
-    assert re.match(alone, warning)
+    assert re.match(rf"{ALONE} \d process", warning)
     assert max(Counter(each.parent_pid for each in result.processes).values()) >= 3
     phase = phases_of(result)["children"]
-    assert result.baseline and result.baseline.cgroup_bytes
+    assert result.baseline
     highest = phase.peak_cgroup_bytes
     if highest is None:  # the kernel's mark does not reset: each child holds its share for 1 s
         highest = max(
@@ -67,36 +69,22 @@ def test_children_are_charged_to_the_cell(bench: Bench, limiting: Watched) -> No
             for sample in bench.samples(result)
             if phase.start_ns <= (sample["t_ns"] or 0) <= phase.end_ns
         )
-    rise = highest - result.baseline.cgroup_bytes
+    rise = highest - known(result.baseline.cgroup_bytes)
     assert rise == pytest.approx(300 * MIB, abs=24 * MIB)  # page tables, stacks
     assert phase.peak_rss_bytes < result.baseline.rss_bytes + 50 * MIB  # the worker's alone
 
 
 @pytest.mark.parametrize("limiting", limits("cgroup"), indirect=True)
 def test_children_that_do_not_fit_together_are_killed(bench: Bench, limiting: Watched) -> None:
-    result = bench(
-        "children", limiting, how="each_takes_its_share", mib=100, limit_bytes=LIMIT + 100 * MIB
-    )
+    options: dict[str, Any] = {"how": "each_takes_its_share", "limit_bytes": LIMIT + 100 * MIB}
+    result = bench("children", limiting, mib=100, **options)
     assert result.oom_kills
-    chosen_by_the_kernel = (Outcome.CHILD_KILLED, Outcome.OOM_KILLED)
-    assert result.outcome in chosen_by_the_kernel
+    assert result.outcome in (Outcome.CHILD_KILLED, Outcome.OOM_KILLED)  # as the kernel chooses
 
 
 def without_children(warnings: Sequence[str]) -> list[str]:
     """Return the warnings but the one about the child's memory, which a quick kill leaves unsampled."""
-    alone = "peak RSS and anonymous memory are those of the measured process alone; it started 1 process"
-    return [text for text in warnings if not text.startswith(alone)]
-
-
-def without_whom(message: str) -> tuple[str, float]:
-    """Return a message without the names of the killed children, and the cell's peak in MiB."""
-    found = re.fullmatch(
-        r"(.*?)(; the kernel killed \S+ \(process \d+\) with \d+\.\d+ MiB of anonymous memory)*"
-        r"; the peak of the cgroup was (\d+\.\d+) MiB",
-        message,
-    )
-    assert found, message
-    return found[1], float(found[3])
+    return [text for text in warnings if not text.startswith(f"{ALONE} 1 process")]
 
 
 def with_a_killed_child(
@@ -115,32 +103,25 @@ def with_a_killed_child(
     return result
 
 
-def test_a_worker_that_goes_on_without_its_child_has_an_outcome_of_its_own(
-    bench: Bench, limiting: Watched
+ENDS = [
+    ("goes_on", Outcome.CHILD_KILLED, None, KILLED),
+    ("cannot_go_on", Outcome.OOM_KILLED, "children", f"{LOST}; then it failed: RuntimeError: a loader's process ended with status 9 (children.py:34)"),
+    pytest.param("exits", Outcome.OOM_KILLED, "children", f"{LOST}; then it ended with exit code 7 in phase 'children'", marks=pytest.mark.nightly),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "outcome", "phase", "why"), ENDS)
+def test_a_worker_goes_on_or_fails_without_its_killed_child(
+    bench: Bench, limiting: Watched, how: str, outcome: Outcome, phase: str | None, why: str
 ) -> None:
-    result = with_a_killed_child(bench, limiting, "goes_on_without_the_one_that_is_killed")
-    assert (result.outcome, result.oom_kills) == (Outcome.CHILD_KILLED, 1)
+    result = with_a_killed_child(bench, limiting, f"{how}_without_the_one_that_is_killed")
+    assert (result.outcome, result.oom_kills, result.last_phase) == (outcome, 1, phase)
     assert without_children(result.warnings) == []
-    why, peak_mib = without_whom(result.message)
-    assert why == "the kernel killed 1 process of this measurement for lack of memory"
-    assert peak_mib * MIB == pytest.approx(LIMIT_OF_A_CHILD, abs=MIB)
-
-
-@pytest.mark.parametrize(
-    ("how", "end"),
-    [
-        ("cannot_go_on_without_the_one_that_is_killed", "RuntimeError: a loader's process ended with status 9 (children.py:35)"),
-        pytest.param("exits_without_the_one_that_is_killed", "it ended with exit code 7 in phase 'children'", marks=pytest.mark.nightly),
-    ],
-)  # fmt: skip
-def test_a_worker_that_fails_without_its_child_ran_out_of_memory(
-    bench: Bench, limiting: Watched, how: str, end: str
-) -> None:
-    result = with_a_killed_child(bench, limiting, how)
-    assert result.outcome == Outcome.OOM_KILLED
-    assert (result.last_phase, without_children(result.warnings)) == ("children", [])
-    then = end if end.startswith("it") else f"it failed: {end}"
-    assert without_whom(result.message)[0] == f"{KILLED_CHILD}; then {then}"
+    whom = r"(; the kernel killed \S+ \(process \d+\) with \d+\.\d+ MiB of anonymous memory)*"
+    peak = r"; the peak of the cgroup was (\d+\.\d+) MiB"
+    found = re.fullmatch(re.escape(why) + whom + peak, result.message)
+    assert found, result.message
+    assert float(found[2]) * MIB == pytest.approx(LIMIT_OF_A_CHILD, abs=MIB)
 
 
 @pytest.mark.parametrize("limiting", limits("docker"), indirect=True)
@@ -152,8 +133,7 @@ def test_a_worker_that_waits_for_its_killed_child_times_out_and_says_why(
     result = with_a_killed_child(bench, limiting, how, timeout_s=timeout_s)
     assert (result.outcome, result.oom_kills) == (Outcome.TIMEOUT, 1)
     assert result.message == f"still running after {timeout_s} s, in phase 'children'"
-    killed = "the kernel killed 1 process of this measurement for lack of memory"
-    assert without_children(result.warnings) == [killed]
+    assert without_children(result.warnings) == [KILLED]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +152,7 @@ def test_what_a_cell_writes_to_a_tmpfs_is_its_own_and_goes_with_it(
     result = bench("fills_shm", limiting, folder=folder, mib=48, limit_bytes=LIMIT + 64 * MIB)
     assert (result.outcome, result.message) == (Outcome.OK, "")
     written, before = phases_of(result)["hold it"].end, phases_of(result)["prepare"].end
-    assert written.cgroup_bytes and before.cgroup_bytes
-    assert written.cgroup_bytes - before.cgroup_bytes >= 47 * MIB
+    assert known(written.cgroup_bytes) - known(before.cgroup_bytes) >= 47 * MIB
 
 
 def test_a_tmpfs_that_does_not_fit_kills(bench: Bench, limiting: Watched) -> None:

@@ -1,6 +1,5 @@
 """The measuring code weighs little, and the worker imports nothing of the parent."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -18,10 +17,10 @@ OF_THE_PARENT = {"docker", "yaml", "psutil", "rich", "pydantic", "msgspec", "cli
 HEAVY = OF_REPORTS | OF_THE_PARENT | {"importlib.metadata"}
 
 MEASURED = """
-import json, sys
+import sys
 {statement}
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-print(json.dumps([int(status["VmHWM"].split()[0]), sorted(sys.modules)]))
+print(status["VmHWM"].split()[0], *sorted(sys.modules))
 """
 
 
@@ -29,8 +28,8 @@ def imported_by(statement: str) -> tuple[int, set[str]]:
     """Return the peak RSS of a fresh interpreter, in bytes, and the modules that it has then."""
     command = [sys.executable, "-P", "-c", MEASURED.format(statement=statement)]
     done = subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT)
-    peak_kib, modules = json.loads(done.stdout.rpartition("\0")[2])
-    return peak_kib * KIB, set(modules)
+    peak_kib, *modules = done.stdout.rpartition("\0")[2].split()
+    return int(peak_kib) * KIB, set(modules)
 
 
 def imported_by_command(*words: str) -> set[str]:
@@ -54,21 +53,11 @@ def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_worker_imports_before_torch_is_below_6_mib() -> None:
-    bare = median(bare_peak() for _ in range(3))
+    bare = median(imported_by("pass")[0] for _ in range(3))
     worker = [imported_by(f"import {WORKER}") for _ in range(3)]
     assert median(peak for peak, _ in worker) - bare < 6 * MIB
     (_, modules), *_ = worker
     assert modules & (HEAVY | {"torch", "numpy"}) == set()
-
-
-def bare_peak() -> int:
-    """Return the peak RSS of an interpreter that imports only what Python itself needs."""
-    code = "print(open('/proc/self/status').read())"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, check=True, text=True
-    )
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * KIB
 
 
 @pytest.mark.parametrize("isolation", isolations("process", "docker"), indirect=True)
@@ -84,20 +73,19 @@ def test_the_tests_own_check_of_modules_finds_them(bench: Bench, process: Watche
     assert result.message.startswith("ImportError: in the measured process: json, torch.nn (")
 
 
-@pytest.mark.parametrize(
-    "verb", ["list strategies", "list models", "list all", "list suites", "cache list", "--version"]
-)
+VERBS = ("list strategies", "list models", "list all", "list suites", "cache list", "--version")
+MODULES = (CACHE, "weighin.doctor", "weighin.records.explanation", "weighin.suite.registry")
+SLOW = OF_REPORTS | {"torch", "numpy", "docker"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_the_light_verbs_import_nothing_heavy(verb: str) -> None:
-    modules = imported_by_command(*verb.split())
-    assert modules & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
+    assert imported_by_command(*verb.split()) & SLOW == set()
 
 
-@pytest.mark.parametrize(
-    "module", [CACHE, "weighin.doctor", "weighin.records.explanation", "weighin.suite.registry"]
-)
+@pytest.mark.parametrize("module", MODULES)
 def test_the_parent_imports_no_torch(module: str) -> None:
-    _, modules = imported_by(f"import {module}")
-    assert modules & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
+    assert imported_by(f"import {module}")[1] & SLOW == set()
 
 
 def test_a_report_without_pictures_imports_neither_pandas_nor_matplotlib(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A command needs whatever the kernel cannot reclaim, and weighin names the kind that it read."""
 
-from __future__ import annotations
-
 import csv
 import re
 import sys
@@ -23,10 +21,6 @@ PARTS = {
 }  # fmt: skip
 
 
-def is_v1() -> bool:
-    return cgroup_version() == 1
-
-
 @pytest.fixture(scope="module")
 def measure(programs: Path, known_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Measure:
     """Call it to measure a program without a limit; it runs once for all tests."""
@@ -40,16 +34,21 @@ def measure(programs: Path, known_file: Path, tmp_path_factory: pytest.TempPathF
     return once
 
 
-@pytest.mark.parametrize("known", UNUSUAL, ids=lambda known: known.id)
+EACH = pytest.mark.parametrize("known", UNUSUAL, ids=lambda known: known.id)
+
+
+@EACH
 def test_the_need_is_what_the_kernel_cannot_reclaim(known: Known, measure: Measure) -> None:
     found, _ = measure(known)
-    print(found.record["peaks"], found.record["ran"]["at_peak"])
+    print(found.record["peaks"], found.record["ran"]["at_peak"], found.said)
     assert found.record["outcome"] == "ok"
     assert within(found.needed_bytes, known.needed_bytes, 2 * MIB)
     assert within(found.record["peaks"]["cgroup_bytes"], known.peak_bytes, 2 * MIB)
+    assert re.search(rf"needs (at least )?\d+ MiB of ([a-z]+ and )?{known.kind}\b", found.said)
+    assert "peak with page cache" not in found.said
 
 
-@pytest.mark.parametrize("known", UNUSUAL, ids=lambda known: known.id)
+@EACH
 def test_the_need_is_split_at_the_peak_and_over_time(known: Known, measure: Measure) -> None:
     found, folder = measure(known)
     at_peak = found.record["ran"]["at_peak"]
@@ -64,14 +63,6 @@ def test_the_need_is_split_at_the_peak_and_over_time(known: Known, measure: Meas
         assert within(at_peak["freed_bytes"], known.peak_bytes - known.needed_bytes, 2 * MIB)
 
 
-@pytest.mark.parametrize("known", UNUSUAL, ids=lambda known: known.id)
-def test_the_sentence_names_the_kind_that_was_read(known: Known, measure: Measure) -> None:
-    said = measure(known)[0].said
-    print(said)
-    assert re.search(rf"needs (at least )?\d+ MiB of ([a-z]+ and )?{known.kind}\b", said)
-    assert "peak with page cache" not in said
-
-
 @pytest.mark.parametrize("known", UNUSUAL[:3], ids=lambda known: known.id)
 def test_a_killed_command_had_the_kind_that_was_read(
     known: Known, programs: Path, known_file: Path, tmp_path: Path
@@ -82,7 +73,7 @@ def test_a_killed_command_had_the_kind_that_was_read(
     print(found.said)
     assert found.record["outcome"] == "oom_killed"
     assert within(found.needed_bytes, 60 * MIB, 2 * MIB)
-    if is_v1():  # which keeps the peak of the kernel's memory
+    if cgroup_version() == 1:  # which keeps the peak of the kernel's memory
         assert within(found.record["peaks"]["kernel_bytes"], 60 * MIB, 2 * MIB)
         assert re.search(r"had \d+ MiB of (anonymous and )?kernel memory", found.said)
     assert "of anonymous memory," not in found.said
@@ -97,12 +88,9 @@ def test_a_budget_counts_the_kernels_memory(measure: Measure) -> None:
 
 def test_what_the_kernel_remembers_of_files_is_no_need(disk: Path, tmp_path: Path) -> None:
     (folder := disk / "many-files").mkdir()
-    code = (
-        "import sys, time\n"
-        "for n in range(20_000): open(f'{sys.argv[1]}/{n}', 'x').close()\n"
-        "time.sleep(0.1)"
-    )
-    found = measured(tmp_path / "run", (sys.executable, "-S", "-c", code, str(folder)))
+    made = "for n in range(20_000): open(f'{sys.argv[1]}/{n}', 'x').close()"
+    code = (sys.executable, "-S", "-c", f"import sys, time\n{made}\ntime.sleep(0.1)")
+    found = measured(tmp_path / "run", (*code, str(folder)))
     at_peak = found.record["ran"]["at_peak"]
     print(found.record["peaks"], at_peak)
     assert at_peak["kernel_bytes"] > 16 * MIB

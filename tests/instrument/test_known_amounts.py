@@ -12,6 +12,7 @@ from cells import (
     Result,
     Watched,
     keeps_marks_of_phases,
+    known,
     known_file,
     names_of,
     phases_of,
@@ -23,8 +24,7 @@ CGROUP_TOLERANCE = 4 * MIB
 
 @pytest.fixture(scope="module")
 def result(bench: Bench, isolation: Watched) -> Result:
-    known = known_file(bench.strategies)
-    result = bench("known_amounts", isolation, files=[known])
+    result = bench("known_amounts", isolation, files=[known_file(bench.strategies)])
     assert (result.outcome, result.message) == ("ok", "")
     return result
 
@@ -40,41 +40,49 @@ def before(result: Result, name: str) -> Phase:
     return result.phases[names.index(name) - 1]
 
 
-def rise(result: Result, name: str) -> int:
-    """Return by how much the peak RSS of a phase is above its start."""
-    return phases_of(result)[name].peak_rss_bytes - before(result, name).end.rss_bytes
+TAKEN = {
+    "take 512 MiB": (512 * MIB, (512 * MIB, 0, 0)),
+    "hold them": (0, (0, 0, 0)),
+    "give them back": (0, (-512 * MIB, 0, 0)),
+    "spike of 300 MiB": (300 * MIB, (0, 0, 0)),
+    "after the spike": (0, (0, 0, 0)),
+    "spike with the GIL held": (300 * MIB, (0, 0, 0)),
+    "after the spike with the GIL held": (0, (0, 0, 0)),
+    "read a mapped file": (FILE_BYTES, (0, FILE_BYTES, 0)),
+    "unmap it": (0, (0, -FILE_BYTES, 0)),
+    "write 64 MiB of shared memory": (64 * MIB, (0, 0, 64 * MIB)),
+    "close it": (0, (0, 0, -64 * MIB)),
+}
+"""What each phase takes at most, and the anonymous, file and shared memory that it keeps."""
 
 
-def cgroup_rise(result: Result, name: str) -> int | None:
-    """Return the same of its cgroup's charge; None where there is no mark."""
-    peak, start = phases_of(result)[name].peak_cgroup_bytes, before(result, name).end.cgroup_bytes
-    return None if peak is None or start is None else peak - start
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("take 512 MiB", 512 * MIB),
-        ("hold them", 0),
-        ("give them back", 0),
-        ("spike of 300 MiB", 300 * MIB),
-        ("after the spike", 0),
-        ("spike with the GIL held", 300 * MIB),
-        ("after the spike with the GIL held", 0),
-        ("read a mapped file", FILE_BYTES),
-        ("unmap it", 0),
-        ("write 64 MiB of shared memory", 64 * MIB),
-        ("close it", 0),
-    ],
-)
-def test_the_peak_of_a_phase_is_what_was_taken_in_it(result: Result, name: str, size: int) -> None:
-    assert rise(result, name) == pytest.approx(size, abs=RSS_TOLERANCE)
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_phase_has_the_peak_and_the_end_of_what_was_taken_in_it(
+    result: Result, phases: dict[str, Phase], name: str
+) -> None:
+    most, sizes = TAKEN[name]
+    phase, start = phases[name], before(result, name)
+    assert phase.peak_rss_bytes - start.end.rss_bytes == pytest.approx(most, abs=RSS_TOLERANCE)
+    parts = zip(parts_of(phase), parts_of(start), strict=True)
+    kept = tuple(after - at_first for after, at_first in parts)
+    assert kept == pytest.approx(sizes, abs=RSS_TOLERANCE)
     if result.cell.isolation != "process" and keeps_marks_of_phases():
         # The page cache of a file stays charged when it is unmapped, and is none of a new rise.
-        assert cgroup_rise(result, name) == pytest.approx(size, abs=CGROUP_TOLERANCE)
+        rise = known(phase.peak_cgroup_bytes) - known(start.end.cgroup_bytes)
+        assert rise == pytest.approx(most, abs=CGROUP_TOLERANCE)
 
 
-def test_a_plain_process_has_no_cgroup_figures(result: Result) -> None:
+def test_the_parts_of_rss_are_its_sum(result: Result) -> None:
+    for phase in result.phases:
+        assert phase.end.rss_bytes == sum(parts_of(phase)) <= phase.peak_rss_bytes
+        assert phase.end.swap_bytes == 0
+
+
+def parts_of(phase: Phase) -> tuple[int, int, int]:
+    return phase.end.anon_bytes, phase.end.file_bytes, phase.end.shmem_bytes
+
+
+def test_only_a_plain_process_has_no_cgroup_figures(result: Result) -> None:
     marks = [phase.peak_cgroup_bytes for phase in result.phases]
     if result.cell.isolation == "process":
         assert {*marks, result.peaks.cgroup_bytes, result.oom_kills, result.pressure} == {None}
@@ -84,39 +92,6 @@ def test_a_plain_process_has_no_cgroup_figures(result: Result) -> None:
         assert result.peaks.cgroup_bytes is not None
         assert result.oom_kills == 0
         assert result.warnings == ()
-
-
-def test_the_end_of_a_phase_is_what_it_kept(result: Result, phases: dict[str, Phase]) -> None:
-    kept = {
-        name: (
-            phase.end.anon_bytes - before(result, name).end.anon_bytes,
-            phase.end.file_bytes - before(result, name).end.file_bytes,
-            phase.end.shmem_bytes - before(result, name).end.shmem_bytes,
-        )
-        for name, phase in phases.items()
-    }
-    expected = {
-        "take 512 MiB": (512 * MIB, 0, 0),
-        "hold them": (0, 0, 0),
-        "give them back": (-512 * MIB, 0, 0),
-        "spike of 300 MiB": (0, 0, 0),
-        "after the spike": (0, 0, 0),
-        "spike with the GIL held": (0, 0, 0),
-        "read a mapped file": (0, FILE_BYTES, 0),
-        "unmap it": (0, -FILE_BYTES, 0),
-        "write 64 MiB of shared memory": (0, 0, 64 * MIB),
-        "close it": (0, 0, -64 * MIB),
-    }
-    for name, sizes in expected.items():
-        assert kept[name] == pytest.approx(sizes, abs=RSS_TOLERANCE), name
-
-
-def test_the_parts_of_rss_are_its_sum(result: Result) -> None:
-    for phase in result.phases:
-        end = phase.end
-        assert end.rss_bytes == end.anon_bytes + end.file_bytes + end.shmem_bytes
-        assert end.rss_bytes <= phase.peak_rss_bytes
-        assert end.swap_bytes == 0
 
 
 def test_the_peaks_of_the_cell_are_the_largest_of_its_load(
@@ -133,21 +108,19 @@ def test_the_peaks_of_the_cell_are_the_largest_of_its_load(
     above = result.peaks.rss_bytes - result.baseline.rss_bytes
     assert above == pytest.approx(512 * MIB, abs=48 * MIB)  # the model, and torch's first load
     if result.peaks.cgroup_bytes is not None and keeps_marks_of_phases():
-        marks = [phase.peak_cgroup_bytes or 0 for phase in load]
-        assert result.peaks.cgroup_bytes == max(marks)
+        assert result.peaks.cgroup_bytes == max(phase.peak_cgroup_bytes or 0 for phase in load)
         # Pages of torch's own files that a busy machine had dropped are charged on top.
-        assert taken.peak_cgroup_bytes is not None
-        above = result.peaks.cgroup_bytes - taken.peak_cgroup_bytes
+        above = result.peaks.cgroup_bytes - known(taken.peak_cgroup_bytes)
         assert 0 <= above <= 64 * MIB
 
 
 def test_what_lasts_is_in_the_samples(
     bench: Bench, result: Result, phases: dict[str, Phase]
 ) -> None:
-    held = phases["hold them"]
-    anon = result.peaks.anon_sampled_bytes
-    assert anon is not None
-    assert anon == pytest.approx(held.end.anon_bytes, abs=RSS_TOLERANCE)
+    held, mapped = phases["hold them"], phases["read a mapped file"]
+    peaks = [known(result.peaks.anon_sampled_bytes), known(result.peaks.file_sampled_bytes)]
+    assert peaks == pytest.approx([held.end.anon_bytes, mapped.end.file_bytes], abs=RSS_TOLERANCE)
+    assert result.cached_bytes_at_start == 0
     inside = [
         sample
         for sample in bench.samples(result)
@@ -159,22 +132,9 @@ def test_what_lasts_is_in_the_samples(
         assert sample["anon_bytes"] == pytest.approx(held.end.anon_bytes, abs=RSS_TOLERANCE)
 
 
-def test_a_mapped_file_is_file_memory_and_nothing_else(
-    result: Result, phases: dict[str, Phase]
-) -> None:
-    mapped = phases["read a mapped file"].end
-    sampled = result.peaks.file_sampled_bytes
-    assert result.baseline and sampled is not None
-    assert sampled == pytest.approx(mapped.file_bytes, abs=RSS_TOLERANCE)
-    assert result.cached_bytes_at_start == 0
-
-
-def test_the_phases_follow_each_other_without_a_gap(result: Result) -> None:
-    assert all(phase.start_ns <= phase.end_ns for phase in result.phases)
-    assert all(
-        earlier.end_ns <= later.start_ns
-        for earlier, later in zip(result.phases, result.phases[1:], strict=False)
-    )
+def test_the_phases_follow_each_other(result: Result) -> None:
+    times = [time for phase in result.phases for time in (phase.start_ns, phase.end_ns)]
+    assert times == sorted(times)
     assert result.cost and result.load_ns and result.ready_ns and result.cost.touch_ns
     assert result.ready_ns == result.load_ns + result.cost.touch_ns
     assert result.load_ns >= 300_000_000  # what its phases sleep at least

@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from cells import MIB, Bench, Group, Outcome, Result, Watched, names_of, phases_of
+from cells import MIB, Bench, Outcome, Result, Watched, known, names_of, phases_of
 from nightly import isolations
 
 # `import torch` charges about 150 MiB of anonymous memory to its cgroup: 256 MiB hold an import and
@@ -19,18 +19,15 @@ def killed(bench: Bench, limiting: Watched) -> Result:
 def test_what_does_not_fit_is_killed_in_its_phase(killed: Result) -> None:
     assert (killed.outcome, killed.last_phase) == (Outcome.OOM_KILLED, "take")
     assert killed.message == "killed by the kernel for lack of memory in phase 'take'"
-    assert killed.oom_kills is not None
-    assert killed.oom_kills >= 1
+    assert known(killed.oom_kills) >= 1
     assert killed.exit_code == 128 + signal.SIGKILL
     assert names_of(killed)[-1] == "before"
     assert (killed.load_ns, killed.ready_ns) == (None, None)
 
 
 def test_the_limit_is_what_it_says_within_5_percent(killed: Result) -> None:
-    assert killed.peaks.cgroup_bytes is not None
-    assert 0.95 * LIMIT <= killed.peaks.cgroup_bytes <= LIMIT
-    assert killed.peaks.anon_sampled_bytes is not None
-    assert killed.peaks.anon_sampled_bytes <= LIMIT
+    assert 0.95 * LIMIT <= known(killed.peaks.cgroup_bytes) <= LIMIT
+    assert known(killed.peaks.anon_sampled_bytes) <= LIMIT
 
 
 def test_the_timeline_of_a_killed_cell_reaches_its_last_phase(bench: Bench, killed: Result) -> None:
@@ -54,36 +51,26 @@ def test_the_same_allocation_lives_without_a_limit(bench: Bench, isolation: Watc
     assert (result.outcome, result.message) == (Outcome.OK, "")
 
 
-@pytest.fixture(scope="module")
-def held(bench: Bench, limiting: Watched) -> tuple[dict[str, str], str]:
-    """Return the swap settings of a running cell, and its limit after it was lifted."""
-    seen: list[tuple[dict[str, str], str]] = []
+def test_swap_is_off_for_a_cell_and_its_limit_can_be_lifted(
+    bench: Bench, limiting: Watched
+) -> None:
+    swap: dict[str, str] = {}
+    lifted = []
 
     def look(phase: str) -> None:
         if phase == "hold":
             group = limiting.group
-            swap = swap_settings(group)
+            v1 = ("memory.swappiness", "memory.memsw.limit_in_bytes")
+            names = v1 if group.version == 1 else ("memory.swap.max",)
+            swap.update({one: group.read(one, one) for one in names if (group.path / one).exists()})
             group.lift()
-            seen.append((swap, group.read("memory.limit_in_bytes", "memory.max")))
+            lifted.append(group.read("memory.limit_in_bytes", "memory.max"))
 
     bench("overrun", limiting, limit_bytes=LIMIT, mib=16, on_phase=look)
-    (found,) = seen
-    return found
-
-
-def test_swap_is_off_for_the_cell(held: tuple[dict[str, str], str]) -> None:
-    assert held[0] in (
+    assert swap in (
         {"memory.swap.max": "0"},
         {"memory.swappiness": "0", "memory.memsw.limit_in_bytes": str(LIMIT)},
         {"memory.swappiness": "0"},  # a kernel that does not account swap by cgroup
     )
-
-
-def test_the_limit_of_a_running_cell_can_be_lifted(held: tuple[dict[str, str], str]) -> None:
-    assert held[1] == "max" or int(held[1]) > 2**60  # v1 rounds "no limit" to whole pages
-
-
-def swap_settings(group: Group) -> dict[str, str]:
-    v1 = ("memory.swappiness", "memory.memsw.limit_in_bytes")
-    names = v1 if group.version == 1 else ("memory.swap.max",)
-    return {name: group.read(name, name) for name in names if (group.path / name).exists()}
+    (limit,) = lifted
+    assert limit == "max" or int(limit) > 2**60  # v1 rounds "no limit" to whole pages

@@ -3,7 +3,7 @@
 import mmap
 
 import pytest
-from cells import LARGE, MIB, Bench, Outcome, Phase, Result, Watched, names_of
+from cells import LARGE, MIB, Bench, Outcome, Phase, Result, Watched, known, names_of
 from nightly import isolations, limits
 
 # Of the model's 150 MiB, so much is left beside the anonymous memory of a load.
@@ -31,8 +31,7 @@ def test_below_the_models_size_a_mapped_model_is_read_again_in_every_pass(
     bench: Bench, limiting: Watched
 ) -> None:
     roomy = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=1024 * MIB, passes=3)
-    assert roomy.peaks.anon_sampled_bytes
-    too_small = roomy.peaks.anon_sampled_bytes + LEFT
+    too_small = known(roomy.peaks.anon_sampled_bytes) + LEFT
     result = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=too_small, passes=3)
     assert (result.outcome, result.message) == (Outcome.OK, "")
     again = [phase.workingset_refault_file for phase in passes_of(result)]

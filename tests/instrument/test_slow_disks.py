@@ -1,16 +1,15 @@
 """A slow disk is as slow as it was asked to be, and a read without an answer ends as a time-out."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from again import BUSY, tried_again
@@ -22,10 +21,12 @@ from cells import (
     Outcome,
     Pace,
     Watched,
-    phases_of,
+    known,
     prepared_isolation,
     remove_stale,
 )
+
+pytestmark = pytest.mark.fuse
 
 SLOW = Pace(50_000_000, 5_000_000)
 FEW_BYTES = 16 * MIB
@@ -50,16 +51,13 @@ def source(disk: Path) -> Path:
 
 
 @tried_again(BUSY)
-@pytest.mark.fuse
 def test_a_rate_and_a_latency_hold_for_direct_reads(bench: Bench, isolation: Watched) -> None:
     """Other programs can only make a direct read slower: the best of a few tries counts."""
     found = []
     for _ in range(TRIES):
         result = bench("reads_directly", isolation, disk=SLOW, mib=READ_BYTES // MIB)
         assert (result.outcome, result.message) == (Outcome.OK, "")
-        took_s = {
-            name: (phase.end_ns - phase.start_ns) / 1e9 for name, phase in phases_of(result).items()
-        }
+        took_s = {one.name: (one.end_ns - one.start_ns) / 1e9 for one in result.phases}
         rate = READ_BYTES / (took_s["together"] - 0.005)
         page_s = mmap.PAGESIZE / 50e6  # a read of one page also takes the page's time at the rate
         latency_s = median(took_s[f"page {number}"] for number in range(30)) - page_s
@@ -71,7 +69,6 @@ def test_a_rate_and_a_latency_hold_for_direct_reads(bench: Bench, isolation: Wat
     assert latency_s == pytest.approx(0.005, rel=0.2)
 
 
-@pytest.mark.fuse
 def test_direct_buffered_and_mapped_reads_see_the_same_bytes(source: Path, disk: Path) -> None:
     whole = (source / "known.bin").read_bytes()
     with mounted(source, Pace(latency_ns=1_000_000), disk / "mounts") as folder:
@@ -80,67 +77,51 @@ def test_direct_buffered_and_mapped_reads_see_the_same_bytes(source: Path, disk:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
             assert mapped[:] == whole
         assert path.read_bytes() == whole
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        area = mmap.mmap(-1, MIB)
-        parts = [
-            bytes(area[: os.preadv(descriptor, [area], at)]) for at in range(0, len(whole), MIB)
-        ]
+        descriptor, area = os.open(path, os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, MIB)
+        places = range(0, len(whole), MIB)
+        assert whole == b"".join(area[: os.preadv(descriptor, [area], at)] for at in places)
         os.close(descriptor)
-        assert b"".join(parts) == whole
         with pytest.raises(OSError, match="Read-only file system"):
             path.write_bytes(b"")
     assert not folder.exists()
 
 
 @tried_again(BUSY)
-@pytest.mark.fuse
 def test_requests_share_the_rate_and_wait_for_the_latency_side_by_side(
     source: Path, disk: Path
 ) -> None:
     with mounted(source, Pace(40_000_000, 20_000_000), disk / "mounts") as folder:
         descriptor = os.open(folder / "known.bin", os.O_RDONLY | os.O_DIRECT)
-        offsets = iter(range(0, FEW_BYTES, REQUEST_BYTES))
 
-        def read() -> None:
-            area = mmap.mmap(-1, REQUEST_BYTES)
-            for at in offsets:
-                os.preadv(descriptor, [area], at)
+        def read(at: int) -> int:
+            return os.preadv(descriptor, [mmap.mmap(-1, REQUEST_BYTES)], at)
 
         start = time.monotonic()
-        threads = [threading.Thread(target=read) for _ in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(16) as pool:
+            assert sum(pool.map(read, range(0, FEW_BYTES, REQUEST_BYTES))) == FEW_BYTES
         took_s = time.monotonic() - start
         os.close(descriptor)
     # One after the other, 128 requests of 20 ms would take 2.6 s beside the bytes' 0.42 s.
     assert FEW_BYTES / 40e6 <= took_s < 2.6
 
 
-@pytest.mark.fuse
 def test_a_slow_load_takes_at_least_as_long_as_its_bytes(bench: Bench, process: Watched) -> None:
     result = bench("streaming", process, spec=LARGE, disk=SLOW)
     assert (result.outcome, result.message) == (Outcome.OK, "")
-    assert result.model_bytes
-    assert (result.ready_ns or 0) / 1e9 >= 0.95 * result.model_bytes / 50e6
+    assert known(result.ready_ns) / 1e9 >= 0.95 * known(result.model_bytes) / 50e6
     assert result.environment["disk"] == {"means": "fuse", "request_bytes": REQUEST_BYTES}
     assert result.environment["storage"].keys() == {"file_system"}
 
 
-@pytest.mark.fuse
-@pytest.mark.parametrize(
-    ("strategy", "name"),
-    [
-        pytest.param(
-            "baseline", "process", marks=pytest.mark.nightly
-        ),  # buffered reads, the last bytes first
-        pytest.param(
-            "safetensors_mmap", "cgroup", marks=[pytest.mark.cgroup, pytest.mark.nightly]
-        ),  # page faults
-        pytest.param("streaming", "docker", marks=pytest.mark.docker),  # direct reads
-    ],
-)
+READS = [
+    # Buffered reads, the last bytes first; page faults; direct reads.
+    pytest.param("baseline", "process", marks=pytest.mark.nightly),
+    pytest.param("safetensors_mmap", "cgroup", marks=[pytest.mark.cgroup, pytest.mark.nightly]),
+    pytest.param("streaming", "docker", marks=pytest.mark.docker),
+]
+
+
+@pytest.mark.parametrize(("strategy", "name"), READS)
 def test_a_read_without_an_answer_ends_as_a_timeout(
     strategy: str, name: str, bench: Bench, seconds_to_load: Callable[[Watched], float]
 ) -> None:
@@ -154,27 +135,21 @@ def test_a_read_without_an_answer_ends_as_a_timeout(
     assert result.cost.wall_ns / 1e9 < timeout_s + GRACE_S  # bench itself sees that nothing is left
 
 
-@pytest.mark.fuse
 @pytest.mark.root
 def test_another_user_cannot_read_through_a_mount(disk: Path) -> None:
-    closed = disk / "closed"
-    closed.mkdir(mode=0o700)
-    source = closed / "models"  # everybody may read it, but for the folder above
-    source.mkdir(mode=0o755)
+    (closed := disk / "closed").mkdir(mode=0o700)
+    # Everybody may read it, but for the folder above.
+    (source := closed / "models").mkdir(mode=0o755)
     (source / "weights.bin").write_bytes(b"w")
     disk.chmod(0o755)
     with mounted(source, Pace(latency_ns=1_000_000), disk / "open mounts") as folder:
         path = folder / "weights.bin"
         assert path.read_bytes() == b"w"
-        command = ["cat", str(path)]
-        ended = subprocess.run(
-            command, user=65534, group=65534, extra_groups=[], capture_output=True, check=False
-        )
-    assert ended.stdout == b""
-    assert b"Permission denied" in ended.stderr
+        nobody: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []}
+        ended = subprocess.run(["cat", path], capture_output=True, check=False, **nobody)
+    assert (ended.stdout, b"Permission denied" in ended.stderr) == (b"", True)
 
 
-@pytest.mark.fuse
 def test_a_mount_whose_processes_were_killed_is_taken_away(source: Path, disk: Path) -> None:
     root = disk / "killed mounts"
     ended = os.fork()

@@ -36,18 +36,13 @@ main()
 """
 
 
-def run(folder: Path, mib: int, *options: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
+def run(folder: Path, mib: int, options: str = "", before: tuple[str, ...] = ()) -> dict[str, Any]:
     """Run the growing program, which is not the command's first process, and return the record."""
     (folder / "script.py").write_text(GROWING.replace("MIB", str(mib)))
     script = ("sh", "-c", f"{sys.executable} script.py | cat")
-    subprocess.run(
-        (*before, *weighing(folder / "run", " ".join(options)), *script),
-        cwd=folder,
-        env=variables(),
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    command = (*before, *weighing(folder / "run", options), *script)
+    how: dict[str, Any] = {"cwd": folder, "env": variables(), "timeout": 120}
+    subprocess.run(command, capture_output=True, check=False, **how)
     return record(folder / "run")
 
 
@@ -56,7 +51,7 @@ def is_in_load(stack: dict[str, Any]) -> bool:
 
 
 def test_a_killed_program_leaves_the_line_that_took_too_much(tmp_path: Path) -> None:
-    found = run(tmp_path, 400, "--ram", "200m")
+    found = run(tmp_path, 400, "--ram 200m")
     assert found["oom_kills"] == 1
     stacks = found["ran"]["stacks"]
     first, *others = [stack for stack in stacks if stack["t_ns"] == stacks[-1]["t_ns"]]

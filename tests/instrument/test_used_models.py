@@ -3,20 +3,10 @@
 from pathlib import Path
 
 import pytest
-from cells import LARGE, MIB, Bench, Outcome, Phase, Result, Watched, names_of, prepared_isolation
+from cells import LARGE, MIB, Bench, Outcome, Result, Watched, known, names_of, phases_of
 
 NOISE = 0.1  # of the model: buffers of the math libraries, Python's own objects
 FAILS = "def use(model):\n    raise ValueError('no such layer')\n"
-
-
-@pytest.fixture(scope="session")
-def cgroup() -> Watched:
-    return prepared_isolation("cgroup")
-
-
-def ready(result: Result) -> Phase:
-    [touch] = [phase for phase in result.phases if phase.name == "touch"]
-    return touch
 
 
 def used(bench: Bench, isolation: Watched, use: str, strategy: str = "mmap_assign") -> Result:
@@ -28,17 +18,17 @@ def used(bench: Bench, isolation: Watched, use: str, strategy: str = "mmap_assig
 
 def grown(result: Result) -> float:
     """By how much the use made the anonymous memory grow, as a multiple of the model."""
-    assert result.model_bytes
     [phase] = result.use_phases
-    return (phase.end.anon_bytes - ready(result).end.anon_bytes) / result.model_bytes
+    rise = phase.end.anon_bytes - phases_of(result)["touch"].end.anon_bytes
+    return rise / known(result.model_bytes)
 
 
 @pytest.mark.cgroup
 def test_the_first_write_copies_a_mapped_model_and_no_other(bench: Bench, cgroup: Watched) -> None:
     mapped = used(bench, cgroup, "write")
     assert grown(mapped) == pytest.approx(1.0, abs=NOISE)
-    assert mapped.use and mapped.use.anon_sampled_bytes is not None
-    assert mapped.use.anon_sampled_bytes >= mapped.use_phases[0].end.anon_bytes
+    assert mapped.use
+    assert known(mapped.use.anon_sampled_bytes) >= mapped.use_phases[0].end.anon_bytes
     assert mapped.use_phases[0].peak_cgroup_bytes
     assert grown(used(bench, cgroup, "write", "streaming")) == pytest.approx(0.0, abs=NOISE)
 
@@ -49,9 +39,9 @@ def test_after_a_step_of_adamw_a_mapped_and_a_copied_model_are_alike(
 ) -> None:
     for strategy in ("mmap_assign", "baseline"):  # 150 MiB of weights: a backward pass is not free
         result = used(bench, cgroup, "adamw", strategy)
-        assert result.model_bytes and result.baseline
+        assert result.baseline
         above = result.use_phases[-1].end.anon_bytes - result.baseline.anon_bytes
-        assert above / result.model_bytes == pytest.approx(4.0, abs=4 * NOISE), strategy
+        assert above / known(result.model_bytes) == pytest.approx(4.0, abs=4 * NOISE), strategy
         assert result.use and result.use.gradients == "backward"
         assert result.cost and result.cost.first_use_ns
 
@@ -59,10 +49,10 @@ def test_after_a_step_of_adamw_a_mapped_and_a_copied_model_are_alike(
 @pytest.mark.cgroup
 def test_the_peak_of_a_use_is_not_that_of_its_load(bench: Bench, cgroup: Watched) -> None:
     copied = used(bench, cgroup, "deepcopy")
-    assert copied.model_bytes and copied.peaks.anon_sampled_bytes and copied.peaks.rss_bytes
     assert grown(copied) == pytest.approx(1.0, abs=NOISE)
     [phase] = copied.use_phases
-    assert phase.peak_rss_bytes > copied.peaks.rss_bytes + 0.8 * copied.model_bytes
+    of_load = known(copied.peaks.rss_bytes)
+    assert phase.peak_rss_bytes > of_load + 0.8 * known(copied.model_bytes)
 
 
 @pytest.mark.cgroup
@@ -70,20 +60,18 @@ def test_forked_processes_copy_what_they_write_and_the_group_is_charged_for_all(
     bench: Bench, cgroup: Watched
 ) -> None:
     result = used(bench, cgroup, "fork")
-    assert result.use and result.model_bytes
+    assert result.use
     children = result.use.children_private_bytes
-    assert len(children) == 2
-    assert all(size == pytest.approx(result.model_bytes, rel=0.3) for size in children), children
+    assert [*children] == pytest.approx([known(result.model_bytes)] * 2, rel=0.3)
     assert grown(result) == pytest.approx(0.0, abs=NOISE)
     [phase] = result.use_phases
-    assert phase.peak_cgroup_bytes and phase.peak_cgroup_bytes > sum(children)
+    assert known(phase.peak_cgroup_bytes) > sum(children)
     assert not [text for text in result.warnings if "it started" in text]
 
 
 @pytest.mark.cgroup
 def test_a_save_leaves_no_file(bench: Bench, cgroup: Watched) -> None:
-    result = used(bench, cgroup, "save")
-    assert result.written is None
+    assert used(bench, cgroup, "save").written is None
 
 
 def test_a_use_that_fails_is_an_outcome_that_names_it(

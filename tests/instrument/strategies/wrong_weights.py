@@ -1,7 +1,5 @@
 """Load rightly, then spoil the model in the way that the option ``how`` names."""
 
-from collections.abc import Callable
-
 import torch
 
 from strategies.baseline import load as load_rightly
@@ -11,7 +9,7 @@ from weighin import Load
 def load(job: Load) -> torch.nn.Module:
     model = load_rightly(job)
     with job.phase("spoil"), torch.no_grad():
-        return WAYS[job.options["how"]](model) or model
+        return globals()[job.options["how"]](model) or model
 
 
 def one_value_of_a_parameter(model: torch.nn.Module) -> None:
@@ -63,8 +61,3 @@ def one_too_many(model: torch.nn.Module) -> None:
 
 def another_model(_: torch.nn.Module) -> torch.nn.Module:
     return torch.nn.Linear(1, 1)
-
-
-WAYS: dict[str, Callable[[torch.nn.Module], torch.nn.Module | None]] = {
-    name: way for name, way in globals().items() if callable(way) and way.__module__ == __name__
-}
