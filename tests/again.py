@@ -1,7 +1,5 @@
 """Tests whose subject is what other programs of this machine may disturb."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

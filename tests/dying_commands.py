@@ -7,8 +7,6 @@ proves a cause, ``# TAKEN: none``. ``# HELD`` marks a line at which
 the program still has it all. ``page_cache_only.py`` is the one that lives.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Fresh interpreters without the seconds that importing torch takes: forks of one that imported it."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -4,8 +4,6 @@ The head of each file in ``commands/programs/`` says what the program takes and 
 them, statically: so their libraries add no page cache.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Find processes, cgroups and containers that a run left behind; there should be none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -15,19 +13,21 @@ from pathlib import Path
 _PATIENCE_S = 60.0
 
 
-def processes(mark: str) -> list[str]:
-    """Return the other processes whose environment contains ``mark``, each as "pid command"."""
+def processes(mark: str, *, also_named: bool = False) -> list[str]:
+    """Return the other processes whose environment contains ``mark``, each as "pid command".
+
+    ``also_named`` adds those whose command line contains it.
+    """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         if folder.name == str(os.getpid()):
             continue
-        try:
+        with suppress(OSError):  # it ended meanwhile, or belongs to another user
             # Both files are empty for zombies, which have ended and only wait for their parent.
-            if mark.encode() in (folder / "environ").read_bytes():
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found.append(f"{folder.name} {command}")
-        except OSError:  # it ended meanwhile, or belongs to another user
-            continue
+            command, environment = ((folder / name).read_bytes() for name in ("cmdline", "environ"))
+            if mark.encode() in environment or (also_named and mark.encode() in command):
+                text = command.replace(b"\0", b" ").decode(errors="replace")
+                found.append(f"{folder.name} {text}")
     return found
 
 

@@ -7,8 +7,6 @@ import of tests/. Files that are not committed count. Without git or that commit
 ``make test-nightly`` always runs them.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

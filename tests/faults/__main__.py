@@ -21,8 +21,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="faults with this text in their name or group")
-    options = parser.parse_args()
-    chosen = [one for one in every() if options.only in f"{one.group}: {one.name}"]
+    only = parser.parse_args().only
+    chosen = [one for one in every() if only in f"{one.group}: {one.name}"]
     tried: list[Tried] = []
     left_out: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="weighin-faults-") as name:
@@ -49,10 +49,8 @@ def main() -> int:
 
 def row(one: Tried) -> str:
     fault = one.fault
-    expected = [
-        f"exit {fault.code}",
-        *(f"{name} {kind[0]}" for name, kind in fault.outcomes.items()),
-    ]
+    ends = (f"{name} {outcome}" for name, (outcome, _) in fault.outcomes.items())
+    expected = [f"exit {fault.code}", *ends]
     faults = [*one.wrong, *(f"left: {each}" for each in one.left)]
     faults += [f"{one.lost} lost records"] * bool(one.lost) + ["a traceback"] * one.traceback
     judged = "right" if one.right else "WRONG"

@@ -1,7 +1,5 @@
 """Try a fault with a real command, judge what came of it, and count what it left behind."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -21,8 +19,8 @@ import leftovers
 import typed
 from cells import isolation_missing
 from faults import Fault
+from typed import CommandLine
 
-ROOT: Final = Path(__file__).parents[2]
 RUN: Final = "run"
 TORCHS_OWN: Final = "torchinductor_"
 """The beginning of the name of a temporary folder that torch makes, and keeps."""
@@ -63,14 +61,8 @@ class Campaign:
         subprocess.run(base, cwd=self.folder, env=environment, capture_output=True, check=True)
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        return os.environ | {
-            "PYTHONPATH": str(ROOT / "harness"),
-            "WEIGHIN_CACHE": str(self.cache),
-            "WEIGHIN_LOCK": str(folder / "lock"),
-            "TMPDIR": str(folder / "tmp"),
-            "COLUMNS": "100",
-            "NO_COLOR": "1",
-        }
+        own = {"WEIGHIN_LOCK": str(folder / "lock"), "TMPDIR": str(folder / "tmp")}
+        return CommandLine(folder, self.cache).environment | own
 
     def tried(self, fault: Fault) -> Tried:
         """Prepare the fault in a folder of its own, run its command, and judge what came of it."""
@@ -82,7 +74,7 @@ class Campaign:
             fault.prepare(folder)
             code, text = self._run(fault, folder, fault.command, pids)
             wrong = [] if re.fullmatch(fault.code, str(code)) else [f"exit code {code}"]
-            if fault.says and not re.search(fault.says, text):
+            if not re.search(fault.says, text):
                 wrong.append(f"does not say {fault.says!r}")
             if then := fault.then(folder) if callable(fault.then) else fault.then:
                 again, more = self._run(fault, folder, then, pids, meets=False)
@@ -93,23 +85,12 @@ class Campaign:
             wrong += [f"{name} is there" for name in fault.absent if (folder / name).exists()]
             left = [f"process {command[:80]}" for _, command in _pids(str(folder))]
             left += [one for one in _there() - there if _is_of(one, pids, fault, folder)]
-            left += [
-                f"file {one.name}"
-                for one in (folder / "tmp").glob("*")
-                if not one.name.startswith(TORCHS_OWN)
-            ]
+            made = {one.name for one in (folder / "tmp").iterdir()}
+            left += [f"file {name}" for name in made if not name.startswith(TORCHS_OWN)]
             of_records = {one["samples_path"] for one in records}
             samples = {f"samples/{one.name}" for one in (folder / RUN / "samples").glob("*")}
             left += [f"file {one} of no record" for one in samples - of_records if records]
-            now = _digests(self.cache)
-            changed = [
-                name
-                for name in sorted(now | cached)
-                if now.get(name) != cached.get(name)
-                and not (name in now and re.fullmatch(fault.remakes if name in cached else fault.makes, name))
-                and name != "plans.sha256"  # digests of plans, which stay
-            ]  # fmt: skip
-            if changed:
+            if changed := _changed(fault, cached, _digests(self.cache)):
                 left += [f"changed in the cache: {', '.join(changed[:3])}"]
             said = [": ".join(filter(None, (one["outcome"], one["message"]))) for one in records]
             came = f"{code}; {said[0] if said else _last_error(text)}"
@@ -143,20 +124,14 @@ class Campaign:
                 environment.pop(name, None)
                 if value is not None:
                     environment[name] = value.replace("HERE", str(folder))
-        before = tuple(one.replace("HERE", str(folder)) for one in fault.before) if meets else ()
-        words = tuple(one.replace("HERE", str(folder)) for one in command)
+        before = fault.before if meets else ()
+        line = [one.replace("HERE", str(folder)) for one in (*before, *typed.words("", *command))]
         out, err = folder / "stdout", folder / "stderr"
         with out.open("wb") as to_out, err.open("wb") as to_err:
             process = subprocess.Popen(
-                [*before, *typed.words("", *words)],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=to_out,
-                stderr=to_err,
-                start_new_session=True,
-                text=True,
-            )
+                line, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=to_out,
+                stderr=to_err, start_new_session=True, text=True,
+            )  # fmt: skip
             pids.add(process.pid)
             if meets and fault.stop is not None:
                 typed.Started(process, str(folder)).wait_for_handlers()
@@ -170,6 +145,17 @@ class Campaign:
                 process.wait()
                 return HANGS, f"still running after {fault.patience_s} s"
         return code, err.read_bytes().decode(errors="replace")
+
+
+def _changed(fault: Fault, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the files of the cache that are others, but those that the command may make or make again."""
+
+    def may(name: str) -> bool:
+        allowed = fault.remakes if name in before else fault.makes
+        return name == "plans.sha256" or bool(name in now and re.fullmatch(allowed, name))
+
+    others = (name for name in {**now, **before} if now.get(name) != before.get(name))
+    return sorted(name for name in others if not may(name))
 
 
 def _misjudged(fault: Fault, records: list[dict[str, Any]]) -> list[str]:
@@ -244,16 +230,8 @@ def _is_of(left: str, pids: set[int], fault: Fault, folder: Path) -> bool:
 
 def _pids(mark: str) -> list[tuple[int, str]]:
     """Return the processes whose environment or command line contains ``mark``."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        if folder.name == str(os.getpid()):
-            continue
-        with suppress(OSError):
-            command = (folder / "cmdline").read_bytes()
-            if mark.encode() in command + (folder / "environ").read_bytes():
-                said = command.replace(b"\0", b" ").decode("utf-8", "replace")
-                found.append((int(folder.name), said))
-    return found
+    found = (one.partition(" ") for one in leftovers.processes(mark, also_named=True))
+    return [(int(pid), command) for pid, _, command in found]
 
 
 _lacks = cache(isolation_missing)

@@ -1,7 +1,5 @@
 """Runs, plans, suites and budgets that are damaged: refused with their reason, and never with exit code 1."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

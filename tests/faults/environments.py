@@ -1,7 +1,5 @@
 """Machines and shells that are unusual: full disks, low limits, foreign modules, missing variables."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """What a fault is: what is prepared, which command meets it, and what must come of it."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping

@@ -1,12 +1,11 @@
 """Strategies that misbehave, each followed by an honest one, which must be ``ok``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+from command_trees import GROUPS
 from faults import ISOLATIONS, Fault
 
 HEAD: Final = '''"""Misbehave."""
@@ -39,24 +38,13 @@ def fill(size):
     return held
 
 
-def own_group():
-    lines = open("/proc/self/cgroup").read().splitlines()
-    for line in lines:
-        number, kinds, path = line.split(":", 2)
-        if "memory" in kinds.split(","):
-            return "/sys/fs/cgroup/memory" + path
-    return "/sys/fs/cgroup" + path
-
-
 HOG = "held = bytearray(3 << 30); held[::4096] = bytes(len(held[::4096]))"
-
-
 '''
 _OK: Final = ("ok", "")
 
 
 def _write(text: str, folder: Path) -> None:
-    (folder / "mine.py").write_text(HEAD + text)
+    (folder / "mine.py").write_text(f"{HEAD}{GROUPS}\n\n{text}")
 
 
 def _indented(body: str) -> str:
@@ -105,7 +93,7 @@ def does(
     return faults
 
 
-GROUPS: Final = ("cgroup", "docker")
+IN_GROUPS: Final = ("cgroup", "docker")
 REMADE: Final = r"models/[^/]+/pt\.json"
 """The mark of a checkpoint that weighin made again, with the new file's time; the file is as before."""
 FAULTS: Final = [
@@ -175,14 +163,14 @@ FAULTS: Final = [
     *does("leaves a daemon without its environment", "subprocess.Popen([__file__, '291'], executable='/bin/sleep', env={}, start_new_session=True, stdin=-3, stdout=-3, stderr=-3)\nreturn rightly(job)", "ok", under=ISOLATIONS),
     *does("leaves 60 children", "for _ in range(60):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(200)\nreturn rightly(job)", "ok", under=ISOLATIONS),
     *does("keeps 200 MiB in a child", "subprocess.run([sys.executable, '-c', 'held = bytearray(200 << 20); held[::4096] = bytes(len(held[::4096]))'], check=True)\nreturn rightly(job)", "ok", r"(?i)process|child"),
-    *does("has a child that is killed for its memory", "subprocess.run([sys.executable, '-c', HOG], check=False)\nreturn rightly(job)", "child_killed", "the kernel killed 1 process", ram="1g", under=GROUPS),
-    *does("becomes another program that is killed for its memory", "os.execv(sys.executable, [sys.executable, '-c', HOG])", "oom_killed", ram="1g", under=GROUPS),
+    *does("has a child that is killed for its memory", "subprocess.run([sys.executable, '-c', HOG], check=False)\nreturn rightly(job)", "child_killed", "the kernel killed 1 process", ram="1g", under=IN_GROUPS),
+    *does("becomes another program that is killed for its memory", "os.execv(sys.executable, [sys.executable, '-c', HOG])", "oom_killed", ram="1g", under=IN_GROUPS),
     # Memory and limits.
-    *does("takes more than its limit", "fill(3 << 30)\nreturn rightly(job)", "oom_killed", ram="1g", under=GROUPS),
+    *does("takes more than its limit", "fill(3 << 30)\nreturn rightly(job)", "oom_killed", ram="1g", under=IN_GROUPS),
     *does("fills /dev/shm", "with open('/dev/shm/' + str(os.getpid()), 'wb') as file:\n    os.unlink(file.name)\n    for _ in range(1500): file.write(bytes(1 << 20))\nreturn rightly(job)", "oom_killed|strategy_failed", ram="1g", under=("cgroup",), code="0|5"),
     *does("leaves its group", "open('/sys/fs/cgroup/memory/cgroup.procs', 'w').write(str(os.getpid()))\nfill(1500 << 20)\nreturn rightly(job)", "strategy_failed|measurement_failed", "(?i)group", ram="1g", under=("cgroup",), code="4|5"),
-    *does("raises its limit", "group = own_group()\nfor name in ('memory.memsw.limit_in_bytes', 'memory.limit_in_bytes'):\n    try: open(f'{group}/{name}', 'w').write('-1')\n    except OSError: pass\nfill(1500 << 20)\nreturn rightly(job)", "strategy_failed|measurement_failed", "(?i)limit", ram="1g", under=("cgroup",), code="4|5"),
-    *does("makes a group below its own", "group = own_group() + '/below'\nos.mkdir(group)\nopen(group + '/cgroup.procs', 'w').write(str(os.getpid()))\nreturn rightly(job)", "ok|strategy_failed|measurement_failed", ram="1g", under=("cgroup",), code="0|4|5"),
+    *does("raises its limit", "group, _ = own_group()\nfor name in ('memory.memsw.limit_in_bytes', 'memory.limit_in_bytes'):\n    try: open(f'{group}/{name}', 'w').write('-1')\n    except OSError: pass\nfill(1500 << 20)\nreturn rightly(job)", "strategy_failed|measurement_failed", "(?i)limit", ram="1g", under=("cgroup",), code="4|5"),
+    *does("makes a group below its own", "group = own_group()[0] + '/below'\nos.mkdir(group)\nopen(group + '/cgroup.procs', 'w').write(str(os.getpid()))\nreturn rightly(job)", "ok|strategy_failed|measurement_failed", ram="1g", under=("cgroup",), code="0|4|5"),
     *does("limits its own addresses", "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\nreturn rightly(job)", "strategy_failed", under=("process",)),
     *does("changes folder, umask and environment", "os.chdir('/proc/self')\nos.umask(0o777)\nos.environ.clear()\nfor number in range(1, 32):\n    try: signal.signal(number, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nreturn rightly(job)", "ok", under=ISOLATIONS),
     *does("prints 200 MiB", "for _ in range(200): os.write(1, bytes(1 << 20))\nreturn rightly(job)", "ok", under=ISOLATIONS),

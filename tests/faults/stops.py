@@ -1,7 +1,5 @@
 """Signals at moments of five verbs: the right exit code, and nothing left; a run is then resumed."""
 
-from __future__ import annotations
-
 import os
 import random
 from functools import partial

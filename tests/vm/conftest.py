@@ -1,16 +1,13 @@
 """One boot of the virtual machine, around a floor that was found on this one."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 from math import ceil, floor
 from pathlib import Path
 
 import machine as machines
 import pytest
+from typed import CommandLine
 
 from weighin.checkpoint import cache
 from weighin.suite.registry import model
@@ -37,17 +34,13 @@ def checkpoints(disk: Path) -> Path:
 @pytest.fixture(scope="session")
 def floor_bytes(disk: Path, checkpoints: Path) -> int:
     """The floor on this machine; its model's checkpoint is in ``checkpoints`` then."""
-    command = [sys.executable, "-m", "weighin", "floor", "--isolation", "cgroup", "--json", "-"]
-    for name, value in machines.SEARCHED.items():
-        command += [f"--{name}", value]
-    command += ["--out", str(disk / "floor-here")]
-    settings = {"WEIGHIN_CACHE": str(checkpoints), "PYTHONPATH": str(machines.ROOT / "harness")}
-    ended = subprocess.run(
-        command, env=os.environ | settings, capture_output=True, text=True, check=False
-    )
-    if ended.returncode:
-        pytest.fail(f"no floor was found on this machine:\n{ended.stderr}", pytrace=False)
-    (search,) = json.loads(ended.stdout)["floors"]
+    options = [word for name, value in machines.SEARCHED.items() for word in (f"--{name}", value)]
+    line = CommandLine(disk, checkpoints)
+    words = "floor --isolation cgroup --json - --out floor-here"
+    ended = line.run(words, *options, patience_s=3600)
+    if ended.code:
+        pytest.fail(f"no floor was found on this machine:\n{ended.err}", pytrace=False)
+    (search,) = json.loads(ended.out)["floors"]
     assert search["message"] == ""
     found: int = search["floor_bytes"]
     print(f"the floor of {machines.SEARCHED['strategies']} here is {found / MIB:g} MiB")
@@ -63,16 +56,19 @@ def machine(
     In a nightly run, one is a bench 2 % and 16 MiB below the floor, and as far above it.
     """
     asked: dict[str, str] = {}
-    steps = machines.STEPS
+    steps: tuple[str, ...] = machines.STEPS
     if any(item.get_closest_marker("nightly") for item in request.session.items):
         steps = (*machines.NIGHTLY_STEPS, *steps)
         floor_bytes = request.getfixturevalue("floor_bytes")
         distance = 0.02 * floor_bytes + 16 * MIB
         below, above = ceil((floor_bytes - distance) / MIB), floor((floor_bytes + distance) / MIB)
         asked = {**machines.SEARCHED, "ram": f"{below}m,{above}m"}
-    folder = disk / "machine"
-    folder.mkdir()
-    try:
-        return machines.run(folder, checkpoints, programs, asked, steps)
-    except machines.MachineError as error:
-        pytest.fail(str(error), pytrace=False)
+    return machines.run(disk / "machine", checkpoints, programs, asked, steps)
+
+
+@pytest.fixture(scope="session")
+def engines(disk: Path, checkpoints: Path, programs: Path) -> machines.Ended:
+    """The same of a machine that boots from a disk with engines of containers."""
+    steps = ("kernel", *machines.ENGINES)
+    packages = machines.ENGINE_PACKAGES
+    return machines.run(disk / "engines", checkpoints, programs, {}, steps, packages)

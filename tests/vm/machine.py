@@ -5,8 +5,6 @@ from a disk that is made once and kept, and is never written to; a second disk b
 tree and checkpoints in, and what was found out.
 """
 
-from __future__ import annotations
-
 import compileall
 import os
 import shutil
@@ -19,7 +17,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
+import pytest
 from filelock import FileLock
 
 from weighin.checkpoint import temporary_folders
@@ -55,10 +55,6 @@ _PATIENCE_S = 60 * 60
 _UNUSED_S = 7 * 24 * 3600  # after which a disk in the cache is taken to be of an older version
 
 
-class MachineError(Exception):
-    """The machine could not be made, or did not come to its end; the text says all."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """What a machine left: for each step ``NAME.out``, ``.err`` and ``.status``, and runs."""
@@ -89,15 +85,13 @@ def run(
     steps: Sequence[str],
     packages: Sequence[str] = (),
 ) -> Ended:
-    """Boot the machine, have it do ``steps``, and return what it left.
+    """Boot the machine, have it do ``steps``, and return what it left; fail if it does not end by itself.
 
-    ``folder`` is empty, and on a disk; ``checkpoints`` is a cache that the machine begins with;
+    ``folder`` is new, and on a disk; ``checkpoints`` is a cache that the machine begins with;
     ``programs`` are those of ``known_commands``, since the machine has no compiler; ``asked`` are
     the options of its bench; ``packages`` are Debian's, on a disk of their own.
-
-    Raises:
-        MachineError: it could not be made, or did not power off by itself in time.
     """
+    folder.mkdir()
     boot_from = _disk(packages)
     work = folder / "work.ext4"
     texts = {**asked, "steps": "".join(f"{step}\n" for step in steps)}
@@ -107,14 +101,17 @@ def run(
     try:
         _boot(boot_from, work, console)
     except subprocess.TimeoutExpired:
-        text = _text(console)
-        raise MachineError(f"{text}\nthe machine still ran after {_PATIENCE_S} s") from None
+        _fail(f"{_text(console)}\nthe machine still ran after {_PATIENCE_S} s")
     print(f"the virtual machine ran for {time.monotonic() - start:.0f} s")
     _run("debugfs", "-R", f"rdump /out {folder}", str(work))
     ended = Ended(folder / "out", _text(console))
     if ended.status(steps[-1]) is None:
-        raise MachineError(f"{ended.console}\nthe machine ended before its last step did")
+        _fail(f"{ended.console}\nthe machine ended before its last step did")
     return ended
+
+
+def _fail(text: str) -> NoReturn:
+    pytest.fail(text, pytrace=False)  # the text says all
 
 
 def _disk(packages: Sequence[str]) -> Path:
@@ -200,11 +197,11 @@ def _escaped(path: Path) -> str:
 
 
 def _run(*command: str) -> None:
-    """Run a program; raises MachineError with the end of what it said where it fails."""
+    """Run a program; fail with the end of what it said where it fails."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         said = "\n".join((ended.stdout + ended.stderr).splitlines()[-30:])
-        raise MachineError(f"{said}\n{command[0]} ended with status {ended.returncode}")
+        _fail(f"{said}\n{command[0]} ended with status {ended.returncode}")
 
 
 def _text(console: Path) -> str:

@@ -3,8 +3,6 @@
 The machine boots once for all of these tests; each of them reads what its steps left.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from math import inf

@@ -1,13 +1,5 @@
-"""Containers on cgroup v2: Docker as root, with users remapped and as an ordinary user; and Podman.
+"""Containers on cgroup v2: Docker as root, with users remapped and as an ordinary user; and Podman."""
 
-The machine boots once for all of them, from a disk that has these engines.
-"""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-import machine as machines
 import pytest
 from machine import ENGINES, Ended
 from test_cgroup_v2 import SPENT, records
@@ -15,18 +7,6 @@ from test_cgroup_v2 import SPENT, records
 from weighin.units import MIB
 
 pytestmark = [pytest.mark.vm, pytest.mark.nightly]
-
-
-@pytest.fixture(scope="module")
-def engines(disk: Path, checkpoints: Path, programs: Path) -> Ended:
-    folder = disk / "engines"
-    folder.mkdir()
-    try:
-        return machines.run(
-            folder, checkpoints, programs, {}, ("kernel", *ENGINES), machines.ENGINE_PACKAGES
-        )
-    except machines.MachineError as error:
-        pytest.fail(str(error), pytrace=False)
 
 
 @pytest.mark.parametrize("engine", ENGINES[:-1])
