@@ -1,7 +1,5 @@
 """Make a Docker image of this machine's own programs, as no registry can be reached everywhere."""
 
-from __future__ import annotations
-
 import io
 import re
 import shutil
@@ -9,7 +7,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-import docker
+from weighin.isolation.docker import connect
 
 
 def make(name: str, programs: tuple[str, ...], **settings: str) -> None:
@@ -29,7 +27,7 @@ def make(name: str, programs: tuple[str, ...], **settings: str) -> None:
             libraries |= {*re.findall(r"(/\S+) \(0x", listed.stdout)}
         for library in libraries:
             file.add(library, library.lstrip("/"))
-    client = docker.APIClient()
+    client = connect()
     changes = [f"{instruction} {value}" for instruction, value in settings.items()]
     repository, tag = name.split(":")
     client.import_image_from_data(content.getvalue(), repository, tag, changes)
@@ -37,6 +35,6 @@ def make(name: str, programs: tuple[str, ...], **settings: str) -> None:
 
 
 def remove(name: str) -> None:
-    client = docker.APIClient()
+    client = connect()
     client.remove_image(name)
     client.close()

@@ -1,17 +1,16 @@
 """Type into a command on a pseudo-terminal, as a user does, and read the screen."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
 import subprocess
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+from typed import CommandLine
 
 _PATIENCE_S = 60.0
 Typed = Sequence[tuple[str, str | tuple[int, int]]]
@@ -29,14 +28,10 @@ class Session:
     restored: bool
 
 
-def converse(
-    command: Sequence[str],
-    typed: Typed,
-    folder: Path,
-    environment: Mapping[str, str],
-    size: tuple[int, int] = (24, 80),
+def talk(
+    line: CommandLine, *words: str, typed: Typed = (), size: tuple[int, int] = (24, 80)
 ) -> Session:
-    """Run a command on a terminal of its own, of lines and columns.
+    """Run any command, beside a command line of weighin, on a terminal of its own, of lines and columns.
 
     ``typed`` are pairs: a text to wait for, and the answer, or a new size of the terminal. The terminal
     is the command's controlling terminal: Ctrl-C ("\\x03") sends SIGINT.
@@ -45,9 +40,9 @@ def converse(
     termios.tcsetwinsize(ours, size)
     before = termios.tcgetattr(theirs)
     process = subprocess.Popen(
-        ("setsid", "--ctty", "--wait", *command),
-        cwd=folder,
-        env=environment,
+        ("setsid", "--ctty", "--wait", *words),
+        cwd=line.folder,
+        env=line.environment,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

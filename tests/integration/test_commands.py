@@ -1,7 +1,5 @@
 """``weighin run`` runs a command of any kind as it runs without weighin, and keeps a record of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,11 +14,10 @@ from shutil import copytree, rmtree
 from typing import Any
 
 import leftovers
-import on_terminals
 import pytest
-import typed
 from again import KILLED_ELSEWHERE, tried_again
-from typed import ROOT, CommandLine
+from on_terminals import talk
+from typed import ROOT, CommandLine, Started, words
 
 from weighin.program_phases import VARIABLE
 
@@ -56,14 +53,9 @@ class Seen:
 
 def plainly(command: CommandLine, *arguments: str, given: str = "") -> Seen:
     """Run a command without weighin, and see that it leaves no cgroup. Times of pytest are masked."""
-    process = subprocess.Popen(
-        arguments,
-        cwd=command.folder,
-        env=command.environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    how = pipes | {"cwd": command.folder, "env": command.environment}
+    process = subprocess.Popen(arguments, **how)
     both = process.communicate(given.encode(), timeout=120)
     out, err = (re.sub(r" in [\d.]+s", "", text.decode("latin-1")) for text in both)
     assert leftovers.groups(process.pid) == []
@@ -91,7 +83,7 @@ def weighed(
 
 def weighin(isolation: str, mark: str = "") -> tuple[str, ...]:
     marks = f"--mark {shlex.quote(mark)} " if mark else ""
-    return typed.words(f"run --isolation {isolation} --out {OUT} --no-stacks {marks}--")
+    return words(f"run --isolation {isolation} --out {OUT} --no-stacks {marks}--")
 
 
 def record(command: CommandLine) -> dict[str, Any]:
@@ -140,29 +132,30 @@ def test_a_command_has_its_own_output_input_and_exit_code(
     assert "1 failed, 1 passed" in plain.out or kind != "pytest"
 
 
+MARKS = pytest.mark.parametrize("mark", ["", STEPS], ids=["plain", "marked"])
+
+
 def test_with_a_mark_every_byte_is_the_commands(command: CommandLine) -> None:
     plain = plainly(command, *RUN["bytes"])
     assert weighed(command, "process", *RUN["bytes"], mark=STEPS) == plain
 
 
-@pytest.mark.parametrize("mark", ["", STEPS], ids=["plain", "marked"])
+@MARKS
 def test_on_a_terminal_every_byte_is_the_commands(command: CommandLine, mark: str) -> None:
-    def shown(*arguments: str) -> str:
-        return on_terminals.converse(arguments, [], command.folder, command.environment).screen
-
-    alone = shown(*RUN["bytes"])
+    alone = talk(command, *RUN["bytes"]).screen
     assert "terminals: True True True" in alone
-    assert shown(*weighin("process", mark), *RUN["bytes"]).startswith(alone)
+    ours = talk(command, *weighin("process", mark), *RUN["bytes"])
+    assert ours.screen.startswith(alone)
     texts = [each["text"] for each in record(command)["ran"]["marks"]]
     assert texts == [f"step {step}" for step in range(5) if mark]
 
 
-@pytest.mark.parametrize("mark", ["", STEPS], ids=["plain", "marked"])
+@MARKS
 def test_a_command_whose_reader_leaves_ends_as_without_weighin(
     command: CommandLine, mark: str
 ) -> None:
-    words = (*weighin("process", mark), "yes")
-    line = f'trap "" PIPE; {shlex.join(words)} | head -n 1; exit "${{PIPESTATUS[0]}}"'
+    yes = shlex.join((*weighin("process", mark), "yes"))
+    line = f'trap "" PIPE; {yes} | head -n 1; exit "${{PIPESTATUS[0]}}"'
     assert plainly(command, "bash", "-c", line).code == 128 + signal.SIGPIPE
 
 
@@ -246,12 +239,9 @@ INTERACTIVE = (
 
 
 def test_an_interactive_python_has_its_terminal(command: CommandLine, isolation: str) -> None:
-    def talk(*before: str) -> on_terminals.Session:
-        variables = command.environment | {"PYTHONSTARTUP": ""}
-        words = (*before, PYTHON, "-q")
-        return on_terminals.converse(words, INTERACTIVE, command.folder, variables)
-
-    plain, ours = talk(), talk(*weighin(isolation))
+    python = ("env", "PYTHONSTARTUP=", PYTHON, "-q")
+    plain = talk(command, *python, typed=INTERACTIVE)
+    ours = talk(command, *weighin(isolation), *python, typed=INTERACTIVE)
     assert "(True, True, True)" in plain.screen
     assert (plain.code, ours.code) == (3, 3)
     assert ours.screen.startswith(plain.screen)
@@ -260,8 +250,8 @@ def test_an_interactive_python_has_its_terminal(command: CommandLine, isolation:
 
 
 def test_ctrl_c_ends_the_command_and_leaves_a_record(command: CommandLine, isolation: str) -> None:
-    words = (*weighin(isolation), "sh", "-c", "echo waiting; exec sleep 60")
-    ended = on_terminals.converse(words, [("waiting", "\x03")], command.folder, command.environment)
+    waiting = (*weighin(isolation), "sh", "-c", "echo waiting; exec sleep 60")
+    ended = talk(command, *waiting, typed=[("waiting", "\x03")])
     assert ended.code == 130, ended.screen
     assert "Traceback" not in ended.screen
     assert record(command)["exit_code"] == 130
@@ -314,12 +304,10 @@ def test_each_signal_that_weighin_gets_reaches_the_command_once(
 
 def test_a_signal_of_the_terminal_arrives_once(command: CommandLine, isolation: str) -> None:
     """Several times, because two that arrive at the same moment count as one."""
-    ended = on_terminals.converse(
-        (*DEFAULT, *weighin(isolation), PYTHON, "-c", TRAPS, "SIGWINCH"),
-        [("up", "\x03"), *[("SIGINT", "\x03")] * 4, ("SIGINT", "\x1c"), ("SIGQUIT", (30, 90))],
-        command.folder,
-        command.environment,
-    )
+    traps = (*DEFAULT, *weighin(isolation), PYTHON, "-c", TRAPS, "SIGWINCH")
+    to_each = (("SIGINT", "\x03"),) * 4
+    typed = (("up", "\x03"), *to_each, ("SIGINT", "\x1c"), ("SIGQUIT", (30, 90)))
+    ended = talk(command, *traps, typed=typed)
     assert ended.code == record(command)["exit_code"] == 5
     assert [ended.screen.count(f"SIG{name}") for name in ("INT", "QUIT", "WINCH")] == [5, 1, 1]
 
@@ -337,15 +325,11 @@ while shown != (8, 9):
 """
 
 
-@pytest.mark.parametrize("mark", ["", STEPS], ids=["plain", "marked"])
+@MARKS
 def test_a_command_gets_each_size_of_the_terminal(command: CommandLine, mark: str) -> None:
     sizes = [(24, 80), (30, 90), (40, 70), (20, 60), (9, 8)]
-    ended = on_terminals.converse(
-        (*weighin("process", mark), PYTHON, "-c", SIZES),
-        [(f"size {columns} {lines}\r", new) for (lines, columns), new in pairwise(sizes)],
-        command.folder,
-        command.environment,
-    )
+    typed = [(f"size {columns} {lines}\r", new) for (lines, columns), new in pairwise(sizes)]
+    ended = talk(command, *weighin("process", mark), PYTHON, "-c", SIZES, typed=typed)
     assert re.findall(r"size (\d+) (\d+)", ended.screen) == [(str(b), str(a)) for a, b in sizes]
     assert ended.code == 0
 
@@ -376,8 +360,8 @@ def test_a_closed_standard_error_changes_no_exit_code(command: CommandLine) -> N
     )
     for code in (0, 3, 126, 127):
         rmtree(command.folder / OUT, ignore_errors=True)
-        words = (*weighin("process"), "sh", "-c", f"exit {code}")
-        assert plainly(command, PYTHON, "-c", closing, *words).code == code
+        ends = (*weighin("process"), "sh", "-c", f"exit {code}")
+        assert plainly(command, PYTHON, "-c", closing, *ends).code == code
 
 
 FOLDERS = [
@@ -393,11 +377,8 @@ FOLDERS = [
 def test_a_folder_that_cannot_be_written_does_not_stop_the_command(
     command: CommandLine, tmp_path: Path, shell: tuple[str, ...], script: str
 ) -> None:
-    ended = command.run(
-        "run --no-stacks --isolation process -- echo hello",
-        before=(*shell, f'{script}; exec "$@"', "sh"),
-        TMPDIR=str(tmp_path),
-    )
+    before, line = (*shell, f'{script}; exec "$@"', "sh"), "--isolation process -- echo hello"
+    ended = command.run(f"run --no-stacks {line}", before=before, TMPDIR=str(tmp_path))
     assert (ended.out, ended.code) == ("hello\n", 0), ended.err
     report = next(line for line in ended.err.splitlines() if "weighin report" in line)
     assert Path(report.rpartition(" ")[2], "records.jsonl").exists()
@@ -406,8 +387,8 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_command(
 @pytest.mark.cgroup
 @pytest.mark.root
 def test_a_time_out_ends_a_command_that_is_stopped(command: CommandLine, isolation: str) -> None:
-    line = f"run --isolation {isolation} --no-stacks --timeout 1 -- sh -c 'kill -STOP $$'"
-    ended = command.run(line)
+    stops = "--no-stacks --timeout 1 -- sh -c 'kill -STOP $$'"
+    ended = command.run(f"run --isolation {isolation} {stops}")
     assert ended.code == 137
     assert "Still running after 1 s" in ended.err
 
@@ -420,11 +401,8 @@ def ended_in_the_second(
 ) -> None:
     """Send a signal to weighin in the second of three repeats."""
     script = f"echo x >> started; [ $(wc -l < started) -eq 2 ] && {second}; true"
-    started = command.start(
-        f"run --isolation {isolation} --no-stacks --out {OUT} --repeats 3 -- sh -c",
-        script,
-        before=DEFAULT,
-    )
+    line = f"run --isolation {isolation} --no-stacks --out {OUT} --repeats 3 -- sh -c"
+    started = command.start(line, script, before=DEFAULT)
     wait_for_repeats(command, 2)
     started.process.send_signal(number)
     ended = started.end()
@@ -486,7 +464,7 @@ def test_of_two_resumes_of_one_run_the_second_is_refused(command: CommandLine) -
 def test_the_temporary_folder_of_a_killed_run_is_removed(
     command: CommandLine, tmp_path: Path, remover: str
 ) -> None:
-    def start(out: str) -> tuple[typed.Started, Path]:
+    def start(out: str) -> tuple[Started, Path]:
         before = set(tmp_path.iterdir())
         line = f"run --isolation process --no-stacks --out {out} -- sh -c"
         script = f"touch {out}.on; exec sleep 300"
@@ -519,8 +497,7 @@ def test_a_verb_that_reads_runs_shows_its_steps_on_a_terminal_alone(
     command: CommandLine, line: str
 ) -> None:
     copytree(ROOT / "results/published/gpt2-xl-16GiB", command.folder / "run")
-    variables = command.environment | {"TERM": "xterm", "NO_COLOR": ""}
-    ended = on_terminals.converse(typed.words(line), [], command.folder, variables)
+    ended = talk(command, "env", "TERM=xterm", "NO_COLOR=", *words(line))
     assert ended.code == 0
     assert [step for step in SHOWN[line] if step not in ended.screen] == []
     in_pipe = command.run(line, TERM="xterm").err

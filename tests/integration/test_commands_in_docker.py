@@ -1,6 +1,4 @@
-"""``weighin run`` in containers: the command's streams and end, known amounts, and nothing left."""
-
-from __future__ import annotations
+"""``weighin run`` in containers: the command's streams and end, and nothing left."""
 
 import json
 import os
@@ -14,11 +12,10 @@ from typing import Any, Final
 import images
 import known_commands
 import leftovers
-import on_terminals
 import pytest
-import typed
-from known_commands import KNOWN, Known, within
-from typed import ROOT, CommandLine, Ended, Started
+from known_commands import within
+from on_terminals import talk
+from typed import ROOT, CommandLine, Ended, Started, words
 
 from weighin.isolation.docker import connect
 from weighin.units import MIB
@@ -26,17 +23,16 @@ from weighin.units import MIB
 pytestmark = pytest.mark.docker
 
 IN_DOCKER: Final = "run --isolation docker --out out"
-AMOUNT_BYTES: Final = 256 * MIB
 
 
-def run(command: CommandLine, *words: str, options: str = "", **how: Any) -> Ended:
+def run(command: CommandLine, *program: str, options: str = "", **how: Any) -> Ended:
     """Run a command in a container that sees this machine's programs."""
-    return command.run(f"{IN_DOCKER} {options} --", *words, **how)
+    return command.run(f"{IN_DOCKER} {options} --", *program, **how)
 
 
-def begun(command: CommandLine, *words: str) -> Started:
+def begun(command: CommandLine, *program: str) -> Started:
     """Start a command that makes a file ``ready``, and return when it is there."""
-    started = command.start(f"{IN_DOCKER} --", *words)
+    started = command.start(f"{IN_DOCKER} --", *program)
     leftovers.wait_until((command.folder / "ready").exists, "the command did not begin")
     return started
 
@@ -109,34 +105,26 @@ def test_a_command_sees_its_folder_and_few_variables(
     assert (command.folder / "made").stat().st_uid == os.getuid()
 
 
-TAKES = ("python3", "-c", f"x = bytearray({AMOUNT_BYTES})")
+TAKES = f'python3 -c "x = bytearray({256 * MIB})"'
+STOPPED = {
+    "above its limit": ("--ram 64m", f"exec {TAKES}", 137, "", "oom_killed", []),
+    "a child above it": ("--ram 64m", f"{TAKES}; echo went on", 1, "went on\n", "oom_killed", []),
+    "late": ("--timeout 0.5", "sleep 1000 & wait", 137, "", "timeout", None),
+    "leaves a process": ("", "sleep 1000 & echo begun", 0, "begun\n", "ok", ["sleep 1000"]),
+}
 
 
-def test_a_command_above_its_limit_is_killed_and_named(command: CommandLine) -> None:
-    ended = run(command, *TAKES, options="--ram 64m")
-    assert (ended.code, ended.out, ended.left) == (137, "", [])
+@pytest.mark.parametrize("name", STOPPED)
+def test_what_is_killed_or_left_is_named(name: str, command: CommandLine) -> None:
+    options, line, code, out, outcome, left = STOPPED[name]
+    ended = run(command, "sh", "-c", line, options=options)
+    assert (ended.code, ended.out, ended.left) == (code, out, []), ended.err
     found = command.record("out")
-    assert (found["outcome"], found["oom_kills"]) == ("oom_killed", 1)
-    assert 63 * MIB < found["peaks"]["cgroup_bytes"] <= 64 * MIB
-
-
-def test_a_child_that_is_killed_makes_the_command_oom_killed(command: CommandLine) -> None:
-    ended = run(command, "sh", "-c", '"$@"; echo went on', "sh", *TAKES, options="--ram 64m")
-    assert (ended.code, ended.out, ended.left) == (1, "went on\n", [])
-    found = command.record("out")
-    assert (found["outcome"], found["ran"]["survived"]) == ("oom_killed", True)
-
-
-def test_a_command_that_is_late_is_killed(command: CommandLine) -> None:
-    ended = run(command, "sh", "-c", "sleep 1000 & wait", options="--timeout 0.5")
-    assert (ended.code, ended.left) == (137, []), ended.err
-    assert command.record("out")["outcome"] == "timeout"
-
-
-def test_processes_that_a_command_leaves_are_ended_and_named(command: CommandLine) -> None:
-    ended = run(command, "sh", "-c", "sleep 1000 & echo begun")
-    assert (ended.code, ended.out, ended.left) == (0, "begun\n", [])
-    assert command.record("out")["ran"]["ended"] == ["sleep 1000"]
+    assert found["outcome"] == outcome
+    assert found["ran"]["ended"] == left or left is None
+    if outcome == "oom_killed":
+        assert (found["oom_kills"], found["ran"]["survived"]) == (1, code == 1)
+        assert 63 * MIB < found["peaks"]["cgroup_bytes"] <= 64 * MIB
 
 
 CATCHING = """
@@ -160,10 +148,9 @@ SLEEPING = ("sh", "-c", "touch ready; sleep 1000")
 
 def test_a_run_that_is_killed_leaves_nothing(command: CommandLine) -> None:
     """The container ends with the standard input of its first process, and the engine removes it."""
-    started = begun(command, *SLEEPING)
-    started.process.kill()
-    pid = started.process.pid
-    leftovers.wait_until(lambda: leftovers.containers(pid) == [], "it is there")
+    process = begun(command, *SLEEPING).process
+    process.kill()
+    leftovers.wait_until(lambda: leftovers.containers(process.pid) == [], "it is there")
 
 
 def test_a_container_that_another_program_kills_is_told_from_a_lack_of_memory(
@@ -211,24 +198,6 @@ def test_an_image_without_a_shell(bare_image: str, command: CommandLine) -> None
     assert command.record("limited")["outcome"] == "oom_killed"
 
 
-@pytest.mark.compiler
-@pytest.mark.parametrize(
-    "known",
-    [one for one in KNOWN if one.id in ("spend 256 20", "forks 128 3 2000", "maps FILE")],
-    ids=lambda known: known.id,
-)
-def test_known_amounts(known: Known, programs: Path, command: CommandLine) -> None:
-    """The peak has page cache too: that of a file that was read nowhere before."""
-    (file := command.folder / "file").write_bytes(bytes(known_commands.FILE_BYTES))
-    os.sync()
-    options = f"--set mounts={programs} --no-stacks --cold {file}"
-    ended = run(command, *known.command(programs, file), options=options)
-    assert (ended.code, ended.left) == (0, []), ended.err
-    found = command.record("out")
-    assert within(found["peaks"]["cgroup_bytes"], known.needed_bytes + known.file_bytes)
-    assert within(found["ran"]["needed_bytes"], known.needed_bytes)
-
-
 def test_phases_of_a_program_in_a_container(command: CommandLine) -> None:
     code = "import weighin\nwith weighin.phase('read'): pass\nwith weighin.phase('rest'): pass"
     harness = ROOT / "harness"
@@ -240,28 +209,21 @@ def test_phases_of_a_program_in_a_container(command: CommandLine) -> None:
 
 def test_an_interactive_program_on_a_terminal(command: CommandLine) -> None:
     """Python's prompt edits lines, Ctrl-C reaches it and not weighin, and the size is right."""
-    session = on_terminals.converse(
-        typed.words(f"{IN_DOCKER} -- python3 -q"),
-        [
-            (">>> ", "import os, time; tuple(os.get_terminal_size())\n"),
-            # A signal just before a long sleep would be seen at its end.
-            ("(101, 33)", "print('it ' + 'waits'); [time.sleep(0.1) for _ in iter(int, 1)]\n"),
-            ("it waits", "\x03"),
-            ("KeyboardInterrupt", "exit(4)\n"),
-        ],
-        command.folder,
-        command.environment,
-        size=(33, 101),
-    )
+    typed = [
+        (">>> ", "import os, time; tuple(os.get_terminal_size())\n"),
+        # A signal just before a long sleep would be seen at its end.
+        ("(101, 33)", "print('it ' + 'waits'); [time.sleep(0.1) for _ in iter(int, 1)]\n"),
+        ("it waits", "\x03"),
+        ("KeyboardInterrupt", "exit(4)\n"),
+    ]
+    session = talk(command, *words(f"{IN_DOCKER} -- python3 -q"), typed=typed, size=(33, 101))
     assert (session.code, session.restored) == (4, True), session.screen
 
 
 def test_ctrl_c_ends_a_program_on_a_terminal(command: CommandLine) -> None:
     # A dash that is about to start a child forgets a Ctrl-C, hence "exec".
-    line = "echo be''gun; exec sleep 1000"
-    words = typed.words(f"{IN_DOCKER} -- sh -c", line)
-    keys = [("begun", "\x03")]
-    session = on_terminals.converse(words, keys, command.folder, command.environment)
+    line = words(f"{IN_DOCKER} -- sh -c", "echo be''gun; exec sleep 1000")
+    session = talk(command, *line, typed=[("begun", "\x03")])
     assert (session.code, session.restored) == (130, True), session.screen
     assert command.record("out")["ran"]["signal"] == signal.SIGINT
 

@@ -80,45 +80,38 @@ def ended(running: Running) -> Exit:
     return running.reap()
 
 
-def lines(running: Running) -> list[str]:
-    ended(running)
-    return piped[running].rest().splitlines()
-
-
 def oom_kills(running: DockerStarted) -> int:
     assert running.cgroup
     return Cgroup(running.cgroup).numbers("oom")["oom_kill"]
 
 
-def test_an_engine_that_starts_a_command_outside_the_containers_group_is_refused(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+def raising(error: BaseException) -> Callable[..., None]:
+    def act(*_: object, **__: object) -> None:
+        raise error
+
+    return act
+
+
+def test_an_engine_that_cannot_do_what_a_cell_needs_is_refused(
+    isolation: DockerIsolation, start: Start
 ) -> None:
-    # As a rootless engine in the scope of a login; the fixture looks for a container that is left.
-    monkeypatch.setattr(cgroup, "outside", lambda pid, group: Path("/session"))
-    with pytest.raises(IsolationUnavailable, match=r"outside its container's cgroup") as caught:
-        start("pass")
-    assert "systemctl --user start docker" in caught.value.repair
+    """The fixture looks for a container that is left."""
 
+    def refused(what: object, name: str, value: object, limit_bytes: int | None = 64 * MIB) -> str:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(IsolationUnavailable) as caught:
+            patch.setattr(what, name, value)
+            start("pass", limit_bytes)
+        return str(caught.value)
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("page not found", r"\(Podman 4.3 cannot\): page not found"),
+    # A rootless engine in the scope of a login.
+    told = refused(cgroup, "outside", lambda pid, group: Path("/session"), None)
+    assert "outside its container's cgroup" in told
+    assert "systemctl --user start docker" in told
+    for words, said in (
+        ("page not found", "(Podman 4.3 cannot): page not found"),
         ("No such container: 1", "could not start a container: No such container: 1"),
-    ],
-)
-def test_an_engine_that_cannot_limit_a_container_that_runs_is_refused(
-    words: str, told: str, isolation: DockerIsolation, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def update(*_: object, **__: object) -> None:
-        raise NotFound(words)
-
-    monkeypatch.setattr(isolation._client, "update_container", update)
-    with pytest.raises(IsolationUnavailable, match=told):
-        start("pass", limit_bytes=64 * MIB)
-
-
-def test_a_limit_below_the_engines_own_minimum_is_explained(start: Start) -> None:
+    ):
+        assert said in refused(isolation._client, "update_container", raising(NotFound(words)))
     with pytest.raises(IsolationUnavailable, match="Minimum memory limit allowed is 6MB"):
         start("pass", limit_bytes=MIB)
 
@@ -151,10 +144,10 @@ def test_what_a_worker_prints_is_complete(start: Start) -> None:
         """
     )
     # The engine cuts both streams into parts, and may put one's part into a line of the other.
-    received = "".join(lines(running))
+    assert ended(running) == KILLED
+    received = piped[running].rest().replace("\n", "")
     printed = [f"{stream} {n}" for stream in ("out", "err") for n in range(2000)]
     assert Counter(received) == Counter("".join([*printed, "the last word"]))
-    assert ended(running) == KILLED
 
 
 def test_an_acknowledgement_that_nobody_read_does_not_release_the_container(start: Start) -> None:
@@ -224,7 +217,8 @@ def test_the_container_sees_little_and_changes_nothing(
     assert homes
     absent += [str(one) for home in homes for one in home.iterdir() if str(one) not in leads]
     running = start(f"PATH, ABSENT = {str(path)!r}, {absent!r}\n{SEEN}", seen=[path.parent])
-    assert json.loads(lines(running)[-1]) == {
+    ended(running)
+    assert json.loads(piped[running].rest().splitlines()[-1]) == {
         "uid": [os.getuid(), os.getgid()],
         "mount": "Read-only file system",
         "root": "Read-only file system",
@@ -265,13 +259,10 @@ def test_a_parent_that_ends_without_closing_leaves_nothing() -> None:
 def test_an_interrupt_during_the_start_leaves_nothing(
     isolation: DockerIsolation, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     steps = "attach_socket start inspect_container exec_create exec_start exec_inspect"
     for step in steps.split():
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(isolation._client, step, interrupt)
+            patch.setattr(isolation._client, step, raising(KeyboardInterrupt()))
             start("pass")
         assert containers(isolation) == []
 

@@ -1,7 +1,5 @@
 """The commands of README and docs that need no hour run as they stand, in a folder that has their files."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

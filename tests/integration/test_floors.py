@@ -26,7 +26,6 @@ def stop(command: CommandLine, started: Started, run: str) -> None:
     leftovers.wait_until(
         lambda: started.process.poll() is not None or len(command.records(run)) >= 2,
         "no cell was measured",
-        patience_s=120,
     )
     stopped = started.end(signal.SIGINT)
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
@@ -49,20 +48,16 @@ def test_the_floor_of_a_strategy_is_what_it_holds_and_a_stopped_search_goes_on(
     search = f"floor gpt2-tiny --isolation cgroup --set 'strategies={held}' --out found --json -"
     stop(command, command.start(search), "found")
     refused = command.run("bench --resume found")
-    assert (refused.code, refused.err) == (
-        2,
-        "error: found contains a search for floors (weighin floor)\nto resume it: weighin"
-        " floor --resume found\n",
-    )
+    assert (refused.code, "weighin floor --resume found" in refused.err) == (2, True)
     ended = command.run("floor --resume found --json -", patience_s=400)
     assert (ended.code, ended.left) == (0, [])
     (floor,) = json.loads(ended.out)["floors"]
     assert (floor["message"], floor["step_bytes"], floor["passed"]) == ("", 8 * MIB, 3)
     assert floor["failed"] >= 1
     assert floor["with_room"]["verdict"] in ("survives", "thrashes")
-    assert floor["floor_bytes"] >= HELD + 100 * MIB  # torch's own anonymous memory is more
     unlimited = command.records("found")[0]["peaks"]["cgroup_bytes"]
-    assert floor["floor_bytes"] <= unlimited + 16 * MIB
+    # Torch's own anonymous memory is more than 100 MiB.
+    assert HELD + 100 * MIB <= floor["floor_bytes"] <= unlimited + 16 * MIB
     found = cells(command, "found")
     assert len(found) == len(set(found)) == floor["cells"]
     assert "floor of overrun: above " in ended.err
@@ -108,9 +103,8 @@ def test_the_floor_of_a_command_is_what_it_needs(command: CommandLine, floor_of:
     assert SPENT <= found["floor_bytes"] <= SPENT + 8 * MIB
     assert found["step_bytes"] <= 4 * MIB
     _, first, *others = limits(command)
-    assert len(others) <= 10
     assert first and SPENT <= first <= SPENT + 20 * MIB
-    assert {*others} != {first}
+    assert len(others) <= 10 and {*others} != {first}
 
 
 @pytest.mark.compiler
@@ -143,9 +137,8 @@ def test_a_command_that_reads_a_mapped_file_again_and_again_is_ended_and_survive
     ended = [one for one in command.records("r") if one["outcome"] == "thrashing"]
     assert ended
     for one in ended:
-        assert one["stopped"]["timeout_s"] is None
         assert one["stopped"]["reread_bytes"] > 3 * 96 * MIB
-        assert (one["load_ns"], one["ready_ns"]) == (None, None)
+        assert (one["stopped"]["timeout_s"], one["load_ns"], one["ready_ns"]) == (None,) * 3
 
 
 @pytest.mark.compiler

@@ -38,15 +38,24 @@ def example_inputs(width):
 PRINTING = "import sys\nprint('w' * 1_000_000, file=sys.stderr)\n"
 
 
+def bench(command: CommandLine, words: str, **settings: Any) -> Ended:
+    ended = command.run(f"bench {words} --out run", patience_s=300, **settings)
+    assert ended.code == 0, ended.err[-1000:]
+    return ended
+
+
+def outcomes(command: CommandLine) -> set[str]:
+    return {record["outcome"] for record in command.records("run")}
+
+
 def benched(command: CommandLine, nets: str, options: str) -> Ended:
     """Measure loads of the module ``nets`` of width 4, whose weights are in a file."""
     (command.folder / "nets.py").write_text(nets)
     weights = {"line.weight": torch.ones(4, 4), "line.bias": torch.ones(4)}
     torch.save(weights, command.folder / "own.pt")
     model = "--model nets:build --set kwargs.width=4 --checkpoint own.pt"
-    ended = command.run(f"bench {model} --isolation process --out run {options}")
-    assert ended.code == 0, ended.err[-1000:]
-    assert {record["outcome"] for record in command.records("run")} == {"ok"}
+    ended = bench(command, f"{model} --isolation process {options}")
+    assert outcomes(command) == {"ok"}
     return ended
 
 
@@ -109,11 +118,14 @@ def test_a_module_is_found_where_it_lives(command: CommandLine, isolation: str, 
     text = NETS.replace("import torch", "import torch\nfrom .sizes import SCALE", 1)
     (folder / "nets.py").write_text(text.replace("Net(width)", "Net(width * SCALE)"))
     name = "lib/parts/nets.py:build" if place == "file" else "parts.nets:build"
-    variables: dict[str, Any] = {} if place == "file" else {"PYTHONPATH": f"{ROOT / 'harness'}:lib"}
-    cells = f"--set kwargs.width=2 --isolation {isolation} -s load_assign --out run"
-    ended = command.run(f"bench --model {name} {cells}", **variables)
-    assert ended.code == 0, ended.err
-    assert command.record("run")["outcome"] == "ok"
+    built(command, name, f"2 --isolation {isolation}", None if place == "file" else "lib")
+
+
+def built(command: CommandLine, model: str, width: str, path: Path | str | None) -> None:
+    """Measure a load of a model of a width, and more options, with a folder of modules on the path."""
+    variables: dict[str, Any] = {"PYTHONPATH": f"{ROOT / 'harness'}:{path}"} if path else {}
+    bench(command, f"--model {model} --set kwargs.width={width} -s load_assign", **variables)
+    assert outcomes(command) == {"ok"}
 
 
 @pytest.mark.docker
@@ -125,13 +137,7 @@ def test_a_container_sees_a_package_with_compiled_code_and_what_is_mounted(
     text = NETS.replace("Net(width)", f"Net(int(open({str(width)!r}).read()))")
     (package / "__init__.py").write_text(f"import numpy.linalg._umath_linalg\n{text}")
     (package / "fast.so").touch()
-    ended = command.run(
-        "bench --model mynets:build --set kwargs.width=4 --isolation docker"
-        " --set mounts=width.txt -s load_assign --out run",
-        PYTHONPATH=f"{ROOT / 'harness'}:{package.parent}",
-    )
-    assert ended.code == 0, ended.err
-    assert command.record("run")["outcome"] == "ok"
+    built(command, "mynets:build", "4 --isolation docker --set mounts=width.txt", package.parent)
 
 
 def write_training_checkpoint(path: Path) -> None:
@@ -151,12 +157,12 @@ def test_a_training_checkpoint_is_measured_with_the_options_that_the_errors_prop
     model = '--model torch.nn:Linear --set \'kwargs={"in_features": 4, "out_features": 4}\''
     options = f"{model} --checkpoint train.pt -s load_assign,streaming"
     key, prefix = "--key model", "--key model --set strip_prefix=module."
-    bench = f"bench {options} --isolation process --out run"
+    line = f"bench {options} --isolation process --out run"
     for given, proposed in (("", key), (key, "--set strip_prefix=module.")):
-        refused = command.run(f"{bench} {given}")
+        refused = command.run(f"{line} {given}")
         assert (refused.code, proposed in " ".join(refused.err.split())) == (2, True), refused.err
-    for line in (f"{bench} {prefix}", "bench --resume run", f"predict {options} {prefix}"):
-        ended = command.run(line)
+    for each in (f"{line} {prefix}", "bench --resume run", f"predict {options} {prefix}"):
+        ended = command.run(each)
         assert ended.code == 0, ended.err
     assert [one["outcome"] for one in command.records("run")] == ["ok", "ok"]
     ended = command.run(f"recommend train.pt {prefix}")
@@ -180,11 +186,7 @@ def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: Comm
     suite = {"models": "torch.nn:Linear", "strategies": asked, "uses": "none"}
     (command.folder / "suite.yaml").write_text(json.dumps(suite | {"isolation": "process"}))
     arguments = f"--set kwargs.in_features={count} --set kwargs.out_features=1"
-    ended = command.run(
-        f"bench --suite suite.yaml {arguments} --checkpoint train.pt --key model --out run",
-        patience_s=300,
-    )
-    assert ended.code == 0, ended.err
+    bench(command, f"--suite suite.yaml {arguments} --checkpoint train.pt --key model")
     peaks = {
         (one["cell"]["strategy"], bool(one["cell"]["options"])): one["peaks"]["rss_bytes"]
         for one in command.records("run")
@@ -217,34 +219,24 @@ def folders(disk: Path) -> Path:
     return root
 
 
-def bench(
-    command: CommandLine, folder: Path, strategies: str, options: str = "", **settings: Any
-) -> dict[str, tuple[str, str]]:
-    """Measure loads of a folder; return the outcome and the message of each strategy."""
-    words = f"--isolation process --out run -s {strategies} {options}"
-    done = command.run(f"bench '{folder}' {words}", patience_s=300, **settings)
-    assert done.code == 0, done.err
-    found = command.records("run")
-    return {one["cell"]["strategy"]: (one["outcome"], one["message"]) for one in found}
-
-
 @pytest.mark.parametrize("names", ["streaming,transformers", *nightly(ALL)])
 def test_code_of_a_trusted_folder_runs_in_every_strategy(
     command: CommandLine, disk: Path, names: str
 ) -> None:
-    ended = bench(command, write_folder(disk / "remote code"), names, "--trust-remote-code")
-    assert {outcome for outcome, _ in ended.values()} == {"ok"}, ended
+    folder = write_folder(disk / "remote code")
+    bench(command, f"'{folder}' -s {names} --trust-remote-code --isolation process")
+    assert outcomes(command) == {"ok"}
 
 
 @pytest.mark.nightly
 def test_a_strategy_that_cannot_convert_keys_says_so(command: CommandLine, folders: Path) -> None:
-    ended = bench(command, folders / "experts", "streaming,safetensors_mmap")
-    assert ended["streaming"][0] == "ok"
-    assert ended["safetensors_mmap"] == (
-        "skipped",
+    bench(command, f"'{folders}/experts' -s streaming,safetensors_mmap --isolation process")
+    skipped, right = sorted(command.records("run"), key=lambda one: str(one["cell"]["strategy"]))
+    assert (right["outcome"], skipped["outcome"]) == ("ok", "skipped")
+    assert skipped["message"] == (
         "needs keys converted, renamed, computed or left out, as from_pretrained does, but safetensors_mmap expects the model's"
         " own keys: give another --format, or write a checkpoint with those keys: weighin convert"
-        " FOLDER TARGET --keys model",
+        " FOLDER TARGET --keys model"
     )
 
 

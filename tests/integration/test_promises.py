@@ -1,7 +1,5 @@
 """Predictions against measurements, and what is recommended: it lives, and what is refused dies."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,6 +3,7 @@
 import re
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from typed import ROOT
@@ -21,40 +22,40 @@ def _user(
     return pytester
 
 
-def run(user: pytest.Pytester, text: str, *arguments: str) -> pytest.RunResult:
-    user.makepyfile(text)
-    return user.runpytest_subprocess("--weighin-isolation", "process", *arguments)
-
-
-def test_the_plugin_is_found_and_imports_nothing_of_weighin(user: pytest.Pytester) -> None:
-    result = run(
-        user,
-        """
-        import sys
-        def test_light():
-            ours = sorted(name for name in sys.modules if name.partition(".")[0] == "weighin")
-            assert ours == ["weighin", "weighin.testing", "weighin.testing.plugin"], ours
-            assert not {"torch", "pandas", "pydantic"} & set(sys.modules)
-        """,
-    )
-    result.assert_outcomes(passed=1)
-    assert f"weighin-{version('weighin')}" in result.stdout.str()
-
-
-CHILD = """
-import subprocess, sys
-
-def child(mib):
-    code = f"import time; held = bytearray(b'1') * ({mib} << 20); time.sleep(2)"
-    return subprocess.run([sys.executable, "-c", code]).returncode
-"""
-BODIES = """
-import os, pytest, torch
+HEAD = """
+import os, pytest, signal, subprocess, sys, torch, unittest
 
 limit = pytest.mark.limit_peak
 
 def ones(mib): return torch.ones(mib * 2**20 // 4)
 
+def child(mib):
+    code = f"import time; held = bytearray(b'1') * ({mib} << 20); time.sleep(2)"
+    return subprocess.run([sys.executable, "-c", code]).returncode
+"""
+
+
+def run(
+    user: pytest.Pytester, text: str, isolation: str = "process", head: str = HEAD
+) -> pytest.RunResult:
+    user.makepyfile(head + dedent(text))
+    return user.runpytest_subprocess("--weighin-isolation", isolation)
+
+
+def test_the_plugin_is_found_and_imports_nothing_of_weighin(user: pytest.Pytester) -> None:
+    light = """
+    import sys
+    def test_light():
+        ours = sorted(name for name in sys.modules if name.partition(".")[0] == "weighin")
+        assert ours == ["weighin", "weighin.testing", "weighin.testing.plugin"], ours
+        assert not {"torch", "pandas", "pydantic"} & set(sys.modules)
+    """
+    result = run(user, light, head="")
+    result.assert_outcomes(passed=1)
+    assert f"weighin-{version('weighin')}" in result.stdout.str()
+
+
+BODIES = """
 before = ones(200)  # held before the body: not a part of it
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_bodies_whose_peaks_are_limited(
     user: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARENT_PID", "none")
-    result = run(user, CHILD + BODIES, "-v")
+    result = run(user, BODIES)
     result.assert_outcomes(passed=4, failed=8, skipped=1, xfailed=1)
     text = result.stdout.str()
     assert [told for told in TOLD_OF_BODIES if told not in text] == []
@@ -152,10 +153,9 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
     result = run(
         user,
         """
-        import pytest, torch
         from weighin.errors import HarnessError
 
-        def load(mib, *, keep): tensor = torch.ones(mib * 2**20 // 4)
+        def load(mib, *, keep): tensor = ones(mib)
 
         def fail(): raise KeyError("gone")
 
@@ -211,8 +211,7 @@ def test_a_setting_limits_all_tests_of_a_session_whose_workers_get_this_pythons_
     result = run(
         user,
         """
-        import mine, pytest, torch, unittest
-        def ones(mib): return torch.ones(mib * 2**20 // 4)
+        import mine
 
         def test_fits():
             kept = ones(40)
@@ -223,7 +222,7 @@ def test_a_setting_limits_all_tests_of_a_session_whose_workers_get_this_pythons_
         class Case(unittest.TestCase):
             def test_too_much_in_a_case(self): kept = ones(80)
 
-        @pytest.mark.limit_peak("1GiB")
+        @limit("1GiB")
         def test_with_a_limit_of_its_own(): kept = ones(80)
         """,
     )
@@ -234,30 +233,28 @@ def test_a_setting_limits_all_tests_of_a_session_whose_workers_get_this_pythons_
 
 @pytest.mark.cgroup
 def test_what_the_kernel_kills_is_the_tests_failure(user: pytest.Pytester) -> None:
-    user.makepyfile(
-        CHILD
-        + """
-import pytest, torch
+    result = run(
+        user,
+        """
+        @limit("1GiB", ram="500m")
+        def test_killed(): ones(1024)
 
-@pytest.mark.limit_peak("1GiB", ram="500m")
-def test_killed(): torch.ones(2**30 // 4)
+        @limit("120MiB", metric="cgroup")
+        def test_fits(): ones(100)
 
-@pytest.mark.limit_peak("120MiB", metric="cgroup")
-def test_fits(): torch.ones(100 * 2**20 // 4)
+        @limit("1GiB", ram="600m")
+        def test_goes_on(): assert child(700) == -9
 
-@pytest.mark.limit_peak("1GiB", ram="600m")
-def test_goes_on(): assert child(700) == -9
+        @limit("1GiB", ram="600m")
+        def test_fails_without_it(): assert child(700) == 0
 
-@pytest.mark.limit_peak("1GiB", ram="600m")
-def test_fails_without_it(): assert child(700) == 0
-
-def test_a_function(weighin):
-    run = weighin.measure(child, 700, ram="600m")
-    assert run.outcome == "child_killed"
-    assert run.peaks
-"""
+        def test_a_function(weighin):
+            run = weighin.measure(child, 700, ram="600m")
+            assert run.outcome == "child_killed"
+            assert run.peaks
+        """,
+        isolation="cgroup",
     )
-    result = user.runpytest_subprocess("--weighin-isolation", "cgroup")
     result.assert_outcomes(passed=1, failed=4)
     text = result.stdout.str()
     assert (
@@ -290,9 +287,8 @@ def test_a_test_that_breaks_pytest_off_fails(user: pytest.Pytester) -> None:
     result = run(
         user,
         """
-        import pytest, signal
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        limited = pytest.mark.limit_peak("1GiB")
+        limited = limit("1GiB")
 
         @limited
         def test_raises(): raise KeyboardInterrupt
@@ -304,7 +300,6 @@ def test_a_test_that_breaks_pytest_off_fails(user: pytest.Pytester) -> None:
         """,
     )
     result.assert_outcomes(passed=1, failed=3)
-    ends = re.findall(
-        r"pytest in the test's process ended with exit code (\d)", result.stdout.str()
-    )
+    said = r"pytest in the test's process ended with exit code (\d)"
+    ends = re.findall(said, result.stdout.str())
     assert sorted(ends)[-2:] == ["2", "2"] and "0" in ends

@@ -55,45 +55,29 @@ def test_a_server_is_over_when_a_line_says_that_it_is_ready(
     assert 64 * MIB <= found["ran"]["needed_bytes"] < 150 * MIB
 
 
-@pytest.mark.parametrize(
-    ("path", "timeout", "code"), [("/health?all=1", "2", 137), ("/health", "60", 0)]
-)
-def test_a_server_is_over_when_its_address_answers(
-    command: CommandLine, port: str, path: str, timeout: str, code: int
+SERVES = f"exec {sys.executable} server.py PORT"
+ENDS = {
+    # It answers 404 at /health, and 503 elsewhere: a server that is not ready.
+    "its address answers": ("--ready-url http://127.0.0.1:PORT/health", SERVES, 0, "ok", ""),
+    "another address does not": ("--timeout 2 --ready-url http://127.0.0.1:PORT/health?all=1", SERVES, 137, "timeout", "not ready after 2 s"),
+    "killed after the grace": ("--ready ^ready --set grace_s=0.3", f"{SERVES} stubborn", 0, "ok", ""),
+    "failed": ("--ready ^ready", "echo almost; exit 3", 3, "command_failed", "exit code 3 before the server was ready"),
+    "ended": ("--ready ^ready", "true", 1, "command_failed", "exit code 0 before the server was ready"),
+    "late": ("--ready ^ready --timeout 1", "sleep 60", 137, "timeout", "not ready after 1 s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_server_is_over_when_it_is_ready_or_has_failed(
+    command: CommandLine, port: str, name: str
 ) -> None:
-    """It answers 404 at /health, and 503 elsewhere: a server that is not ready."""
-    address = f"'http://127.0.0.1:{port}{path}'"
-    options = f"--isolation process --timeout {timeout} --ready-url {address}"
-    ended = run(command, options, *SERVE, port)
+    options, line, code, outcome, message = ENDS[name]
+    options, line = (text.replace("PORT", port) for text in (options, line))
+    ended = run(command, f"--isolation process {options}", "sh", "-c", line)
     assert (ended.code, ended.left) == (code, [])
-    assert command.record("r")["outcome"] == ("timeout" if code else "ok")
-
-
-def test_a_server_that_does_not_end_is_killed_after_the_grace(
-    command: CommandLine, port: str
-) -> None:
-    options = "--isolation process --ready ^ready --set grace_s=0.3"
-    ended = run(command, options, *SERVE, port, "stubborn")
-    assert (ended.code, ended.left) == (0, [])
     found = command.record("r")
-    assert (found["outcome"], found["ran"]["signal"]) == ("ok", 9)
-
-
-NEVER_READY = [
-    ("echo almost; exit 3", "60", 3, "exit code 3 before the server was ready"),
-    ("true", "60", 1, "exit code 0 before the server was ready"),
-    ("sleep 60", "1", 137, "not ready after 1 s"),
-]
-
-
-@pytest.mark.parametrize(("line", "timeout", "code", "message"), NEVER_READY)
-def test_a_server_that_is_never_ready_has_failed(
-    command: CommandLine, line: str, timeout: str, code: int, message: str
-) -> None:
-    options = f"--isolation process --ready ^ready --timeout {timeout}"
-    ended = run(command, options, "sh", "-c", line)
-    assert (ended.code, ended.left) == (code, [])
-    assert command.record("r")["message"] == message
+    assert (found["outcome"], found["message"]) == (outcome, message)
+    assert found["ran"]["signal"] == 9 or "stubborn" not in line
 
 
 @pytest.mark.cgroup

@@ -3,12 +3,14 @@
 The second of three cells waits, until it is let go: so long the run is in its midst.
 """
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from datetime import datetime, timedelta
+from typing import Any
 
 import leftovers
 import pytest
@@ -96,13 +98,13 @@ def read_until(started: Started, line: str) -> None:
 
 def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing_half_made(command: CommandLine) -> None:
     cache = command.folder / "cache"
-    started = command.start(
-        "bench gpt2-tiny -s baseline --isolation process --out run", WEIGHIN_CACHE=str(cache)
-    )
+    bench = "bench gpt2-tiny -s baseline --isolation process --out run"
+    started = command.start(bench, WEIGHIN_CACHE=str(cache))
     read_until(started, "making the checkpoint of gpt2-tiny\n")
     stopped = started.end(signal.SIGINT)
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
-    assert leftovers.processes(str(cache)) == []
+    # The process that makes it, if it had just been started, ends by itself.
+    leftovers.wait_until(lambda: leftovers.processes(str(cache)) == [], "a process stayed")
     assert stopped.err == "error: stopped; nothing is left running\n"
     assert not (command.folder / "run").exists()
     made = [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
@@ -133,10 +135,8 @@ IGNORES = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 def test_a_parent_that_ignores_the_end_of_its_children_stops_no_run(
     command: CommandLine, options: str
 ) -> None:
-    ended = command.run(
-        f"bench gpt2-tiny -s baseline --isolation process {options} --out run",
-        before=(sys.executable, "-c", IGNORES),
-    )
+    bench = f"bench gpt2-tiny -s baseline --isolation process {options} --out run"
+    ended = command.run(bench, before=(sys.executable, "-c", IGNORES))
     assert (ended.code, ended.left) == (0, []), ended.err
     assert command.record("run")["outcome"] == "ok"
 
@@ -148,8 +148,7 @@ def test_an_ordinary_user_without_docker_is_measured_and_told_that_nothing_was_l
 ) -> None:
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv (util-linux) is missing")
-    home = command.folder / "home"
-    home.mkdir()
+    (home := command.folder / "home").mkdir()
     os.chown(home, 65534, 65534)
     # The right to read everything, and to write nothing: Python itself may lie in root's home.
     reading = "-all,+dac_read_search"
@@ -160,13 +159,10 @@ def test_an_ordinary_user_without_docker_is_measured_and_told_that_nothing_was_l
     probe = subprocess.run([*as_nobody, "true"], capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip(f"cannot become nobody here: {probe.stderr.strip()}")
-    ended = command.run(
-        "bench gpt2-tiny --out home/run -s baseline,streaming",
-        before=as_nobody,
-        DOCKER_HOST="unix:///nonexistent",
-        WEIGHIN_CACHE=str(home / "cache"),
-        HOME=str(home),
-    )
+    variables: dict[str, Any] = {"DOCKER_HOST": "unix:///nonexistent", "HOME": str(home)}
+    variables |= {"WEIGHIN_CACHE": str(home / "cache")}
+    bench = "bench gpt2-tiny --out home/run -s baseline,streaming"
+    ended = command.run(bench, before=as_nobody, **variables)
     assert (ended.code, ended.left) == (0, [])
     assert ended.err.splitlines()[:2] == [
         "note: isolation process: no Docker engine answers at unix:///nonexistent: No such"
@@ -174,11 +170,10 @@ def test_an_ordinary_user_without_docker_is_measured_and_told_that_nothing_was_l
         "note: this run has no RAM limit: weighin measures peaks, but only a run with --ram shows"
         " whether a strategy fits",
     ]
-    results = command.records("home/run")
-    assert [result["outcome"] for result in results] == ["ok", "ok"]
-    assert {result["cell"]["isolation"] for result in results} == {"process"}
-    assert all(result["peaks"]["rss_bytes"] > 100 * MIB for result in results)
-    assert {result["cached_bytes_at_start"] for result in results} == {0}
+    found = command.records("home/run")
+    assert [(one["outcome"], one["cell"]["isolation"]) for one in found] == [("ok", "process")] * 2
+    assert all(one["peaks"]["rss_bytes"] > 100 * MIB for one in found)
+    assert {one["cached_bytes_at_start"] for one in found} == {0}
     assert {path.stat().st_uid for path in home.rglob("*")} == {65534}
 
 
@@ -220,9 +215,8 @@ def test_two_cells_run_at_once_and_their_records_say_so(command: CommandLine) ->
 def test_the_ranks_of_two_cells_that_run_at_once_have_their_own_samples(
     command: CommandLine,
 ) -> None:
-    ended = command.run(
-        f"bench gpt2-tiny --ranks 2 --ram 1200m -s streaming,baseline {TWO_AT_ONCE}"
-    )
+    bench = "bench gpt2-tiny --ranks 2 --ram 1200m -s streaming,baseline"
+    ended = command.run(f"{bench} {TWO_AT_ONCE}")
     assert (ended.code, ended.left) == (0, []), ended.err
     found = command.records("run")
     assert [(one["outcome"], len(one["ranks"])) for one in found] == [("ok", 2)] * 2
@@ -242,7 +236,5 @@ def test_ctrl_c_ends_all_cells_that_run_at_once_and_the_run_can_go_on(command: C
     command.let_go()
     ended = command.run("bench --resume run")
     assert (ended.code, ended.left) == (0, [])
-    cells = [
-        (one["cell"]["strategy"], one["cell"]["ram_limit_bytes"]) for one in command.records("run")
-    ]
+    cells = [json.dumps(one["cell"], sort_keys=True) for one in command.records("run")]
     assert len(set(cells)) == len(cells) == 4

@@ -16,19 +16,6 @@ from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix, memory_hierarchy
 
 pytestmark = [pytest.mark.docker, pytest.mark.cgroup, pytest.mark.root, pytest.mark.slow]
 
-PAUSING = '''"""Say that the load has begun, and wait for the word to go on."""
-import time
-from pathlib import Path
-from strategies.baseline import load as load_rightly
-
-def load(job):
-    here = Path(__file__).with_suffix("")
-    with job.phase("pause"):
-        Path(f"{here}.began").touch()
-        while not Path(f"{here}.ends").exists():
-            time.sleep(0.02)
-    return load_rightly(job)
-'''
 # The environment of the tests, below the process ids of the container. Each container has a file of
 # its own under the name of the lock, and in the cache.
 INSIDE = 'mount -t proc none /host/proc && mount -t tmpfs none "/host$0" && exec chroot /host "$@"'
@@ -77,31 +64,32 @@ def test_runs_in_two_containers_and_on_the_host_leave_each_other_alone(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "own/lock"))
+    line = CommandLine(tmp_path, tmp_path)
+    line.strategy("pausing").chmod(0o755)
 
-    def pausing(name: str) -> "subprocess.Popen[str]":
-        (tmp_path / f"{name}.py").write_text(PAUSING)
-        process = start(f"{BENCH} -s ./{name}.py --out {name}")
+    def pausing(name: str, at_work: int) -> "subprocess.Popen[str]":
+        process = start(f"{BENCH} -s ./pausing.py --out {name}")
         leftovers.wait_until(
-            lambda: (tmp_path / f"{name}.began").exists() or process.poll() is not None,
+            lambda: len(groups()) == at_work or process.poll() is not None,
             f"{name} does not begin",
             90,
         )
         assert process.poll() is None, process.communicate()
         return process
 
-    first = pausing("first")
-    second = pausing("second")  # its start looks for leftovers beside the first
+    first = pausing("first", 1)
+    second = pausing("second", 2)  # its start looks for leftovers beside the first
     third = start(f"{BENCH} -s streaming --out third")  # and this one beside both
     assert third.wait(120) == 0, third.communicate()
     assert len(groups()) == 2
     assert CgroupIsolation().remove_stale() == []
     said, _ = start("doctor").communicate(timeout=120)
     assert "weighin." not in said
-    for name, process in (("first", first), ("second", second)):
-        (tmp_path / f"{name}.ends").touch()
+    line.let_go()
+    for process in (first, second):
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 0, said
     for name in ("first", "second", "third"):
-        record = CommandLine(tmp_path, tmp_path).record(name)
+        record = line.record(name)
         assert (record["outcome"], record["message"]) == ("ok", "")
     leftovers.wait_until(lambda: groups() == [], "a group is left")
