@@ -1,13 +1,12 @@
 """Phases of a program in a real cgroup: known amounts of memory, taken by it and by its children."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typed
 from cells import MIB, keeps_marks_of_phases
-from command_trees import record, variables, weighing
 
 pytestmark = pytest.mark.cgroup
 
@@ -41,10 +40,9 @@ with weighin.phase("after"):
 
 def measured(folder: Path, program: str, code: int = 0) -> dict[str, Any]:
     """Run a program under ``weighin run`` until it ends with ``code``, and return its record."""
-    command = (*weighing(folder / "run", "--no-stacks"), sys.executable, "-c", program)
-    ended = subprocess.run(command, env=variables(), capture_output=True, timeout=120, check=False)
-    assert ended.returncode == code, ended.stderr.decode()
-    return record(folder / "run")
+    found = typed.measured(folder / "run", (sys.executable, "-c", program))
+    assert found.code == code, found.said
+    return found.record
 
 
 def near(mib: int) -> object:
@@ -117,14 +115,10 @@ def test_the_charge_of_a_phase_in_which_the_program_dies_is_exact_and_its_own(
 
 def test_what_runs_on_in_the_background_counts(tmp_path: Path) -> None:
     taking = f"area = bytearray(b'1') * ({60 * MIB}); import time; time.sleep(0.05)"
-    command = (*weighing(tmp_path / "run", "--no-stacks"), "sh", "-c", '"$@" & exit 0', "sh")
-    ended = subprocess.run(
-        (*command, sys.executable, "-c", taking), env=variables(), capture_output=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr.decode()
-    found = record(tmp_path / "run")
-    assert (found["outcome"], found["message"]) == ("ok", "")
-    assert found["peaks"]["cgroup_bytes"] > 60 * MIB
+    shell = ("sh", "-c", '"$@" & exit 0', "sh")
+    found = typed.measured(tmp_path / "run", (*shell, sys.executable, "-c", taking))
+    assert (found.code, found.record["outcome"], found.record["message"]) == (0, "ok", "")
+    assert found.record["peaks"]["cgroup_bytes"] > 60 * MIB
 
 
 IMPOSSIBLE = """
