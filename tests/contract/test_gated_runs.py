@@ -78,19 +78,17 @@ def test_a_run_that_changed(runs: Path, same: Compare) -> None:
 
 
 BESIDE = {
-    "gpt2-medium-floors-again": "gpt2-medium-floors",
-    "gpt2-xl-16GiB": "gpt2-xl-8GiB",
+    "gpt2-medium-floors-again": "gpt2-medium-floors", "gpt2-xl-16GiB": "gpt2-xl-8GiB",
     "after-the-load": "after-the-load-floors",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("after", BESIDE)
 def test_a_published_run_beside_another(after: str, tmp_path: Path, same: Compare) -> None:
-    for name in (BESIDE[after], after):
-        outside.published(name, tmp_path)
-    made = ("--baseline", "baseline.json", "--json")
-    assert weighin(tmp_path, "check", BESIDE[after], *made, "updated.json", "--update").code == 0
-    checked = weighin(tmp_path, "check", after, *made, "-")
+    before, made = outside.published(BESIDE[after], tmp_path), ("--baseline", "baseline.json")
+    outside.published(after, tmp_path)
+    assert weighin(tmp_path, "check", before, *made, "--update").code == 0
+    checked = weighin(tmp_path, "check", after, *made, "--json", "-")
     found = checked.data
     found["lines"] = [one for one in found["lines"] if one["verdict"] != "same"]
     same(f"gate/{after}.txt", f"exit code {checked.code}\n{outside.flat(found)}")

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 from old_files import BEFORE, ROOT, put_cache, put_run
-from outside import typed
+from outside import PUBLISHED, typed
 from snapshots import Compare
 
 from weighin import results
-
-PUBLISHED = ROOT / "results/published"
-
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -94,14 +94,16 @@ def test_the_pages_install_with_this_line() -> None:
 
 def test_pip_says_itself_why_it_could_not_install(tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    own = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    variables |= {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+    }
     (tmp_path / "harness").mkdir()
     for name in ("harness/set_up.py", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "harness/set_up.py")],
-        env=variables | own, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, str(tmp_path / "harness/set_up.py")]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     size = r"about \d+ MiB to download, \d\.\d GiB on the disk"
     assert re.match(rf"installing what .* {size}, 1 to 3 minutes\n", done.stdout)

@@ -4,7 +4,8 @@ import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import fakes
 import pytest
@@ -14,45 +15,53 @@ from weighin.phase_reporter import JOB
 from weighin.probes.process import read_status
 from weighin.units import KIB, MIB
 from weighin.worker import phases as module
-from weighin.worker.cuda import CudaMemory
 from weighin.worker.phases import Marks
-
-Sent = list[dict[str, Any]]
-Clock = SimpleNamespace
-Times = list[tuple[str, int, int]]
 
 MS = 1_000_000
 HELD = 64 * MIB
 SLACK = 2 * MIB  # what the tests' own lines take
+Times = list[tuple[str, int, int]]
+
+
+class Clock:
+    """The time, and for how much of it another process ran."""
+
+    now = waited = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now
+
+    def process_time_ns(self) -> int:
+        return self.now - self.waited
+
+
+class Told(Marks):
+    """Marks of a parent to whom each phase costs 3 ms, and the fields of each event that it is told."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self.clock, self.sent = clock, list[dict[str, Any]]()
+        super().__init__(str(folder))
+
+    def send(self, event: str, **fields: Any) -> None:
+        self.sent.append({"event": event} | fields)
+        self.clock.now += 3 * MS * (event == "phase")
+
+    def phases(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(**fields) for fields in self.sent if fields["event"] == "phase"]
+
+    def names(self) -> list[str]:
+        return [phase.name for phase in self.phases()]
+
+    def times(self) -> Times:
+        return [(phase.name, phase.start_ns, phase.end_ns) for phase in self.phases()]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=0, waited=0)
-    times = {"monotonic_ns": lambda: clock.now, "process_time_ns": lambda: clock.now - clock.waited}
-    monkeypatch.setattr(module, "time", SimpleNamespace(**times))
-    return clock
-
-
-@pytest.fixture
-def sent() -> Sent:
-    """What the parent is told, as the fields of each event; ``event`` is its kind."""
-    return []
-
-
-@pytest.fixture
-def marks(clock: Clock, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Marks:
-    """Marks of a parent to whom each phase costs 3 ms."""
-
-    def send(event: str, **fields: Any) -> None:
-        sent.append({"event": event} | fields)
-        clock.now += 3 * MS * (event == "phase")
-
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
     (tmp_path / JOB).write_text(encode_job(fakes.JOB))
     monkeypatch.setattr(module, "end_with_parent", lambda _: None)
-    marks = Marks(str(tmp_path))
-    monkeypatch.setattr(marks, "send", send)
-    return marks
+    monkeypatch.setattr(module, "time", clock := Clock())
+    return Told(tmp_path, clock)
 
 
 @pytest.fixture
@@ -67,16 +76,8 @@ def fill(area: mmap.mmap) -> None:
         area[offset] = 1
 
 
-def phases(sent: Sent) -> list[SimpleNamespace]:
-    return [SimpleNamespace(**fields) for fields in sent if fields["event"] == "phase"]
-
-
-def times(sent: Sent) -> Times:
-    return [(phase.name, phase.start_ns, phase.end_ns) for phase in phases(sent)]
-
-
 @pytest.mark.usefixtures("no_garbage")
-def test_the_figures_of_a_phase_are_its_own(marks: Marks, sent: Sent, area: mmap.mmap) -> None:
+def test_the_figures_of_a_phase_are_its_own(marks: Told, area: mmap.mmap) -> None:
     with marks.phase("clean"):
         before = read_status()["VmRSS"]
     with marks.phase("take"):
@@ -85,7 +86,7 @@ def test_the_figures_of_a_phase_are_its_own(marks: Marks, sent: Sent, area: mmap
         area.madvise(mmap.MADV_DONTNEED)
     with marks.phase("after"):
         pass
-    clean, take, free, after = phases(sent)
+    clean, take, free, after = marks.phases()
     ends = [phase.end for phase in (clean, take, free)]
     assert take.peak_rss_bytes == pytest.approx(before + HELD, abs=SLACK)
     assert free.peak_rss_bytes == pytest.approx(before + HELD, abs=SLACK)
@@ -100,14 +101,14 @@ def test_the_figures_of_a_phase_are_its_own(marks: Marks, sent: Sent, area: mmap
     assert HELD // mmap.PAGESIZE <= take.minor_faults <= HELD // mmap.PAGESIZE + 2000
 
 
-def test_phases_do_not_nest(marks: Marks, sent: Sent) -> None:
+def test_phases_do_not_nest(marks: Told) -> None:
     with pytest.raises(RuntimeError) as caught, marks.phase("outer"), marks.phase("inner"):
         pass
     assert str(caught.value) == "phase 'inner' begins inside 'outer', but a phase cannot begin before the previous phase has ended"  # fmt: skip
-    assert [phase.name for phase in phases(sent)] == ["outer"]
+    assert marks.names() == ["outer"]
 
 
-def test_a_phase_that_is_still_open_after_a_strategy_is_refused(marks: Marks) -> None:
+def test_a_phase_that_is_still_open_after_a_strategy_is_refused(marks: Told) -> None:
     with marks.phase("read"):
         pass
     marks.flush()
@@ -117,17 +118,15 @@ def test_a_phase_that_is_still_open_after_a_strategy_is_refused(marks: Marks) ->
         marks.flush()
 
 
-def test_a_phase_is_announced_and_marked_even_if_it_fails(
-    marks: Marks, sent: Sent, clock: Clock
-) -> None:
+def test_a_phase_is_announced_and_marked_even_if_it_fails(marks: Told) -> None:
     with pytest.raises(KeyError), marks.phase("read"):
-        assert sent == [{"event": "told", "phase": "read"}]
-        clock.now += 5 * MS
+        assert marks.sent == [{"event": "told", "phase": "read"}]
+        marks.clock.now += 5 * MS
         raise KeyError("h.0")
-    assert [fields["event"] for fields in sent] == ["told", "phase"]
-    assert times(sent) == [("read", 0, 5 * MS)]
+    assert [fields["event"] for fields in marks.sent] == ["told", "phase"]
+    assert marks.times() == [("read", 0, 5 * MS)]
     with marks.phase("again"):
-        clock.now += 2 * MS
+        marks.clock.now += 2 * MS
     assert marks.spent_ns == 2 * 3 * MS
 
 
@@ -141,59 +140,49 @@ def test_a_phase_is_announced_and_marked_even_if_it_fails(
     ],
     ids=["short", "long enough", "not its own time", "waited long"],
 )  # fmt: skip
-def test_the_time_between_two_phases(
-    marks: Marks, sent: Sent, clock: Clock, gap_ns: int, waited_ns: int, rest: Times
-) -> None:
+def test_the_time_between_two_phases(marks: Told, gap_ns: int, waited_ns: int, rest: Times) -> None:
     with marks.phase("a"):
-        clock.now += 2 * MS
-    clock.now += gap_ns
-    clock.waited += waited_ns
+        marks.clock.now += 2 * MS
+    marks.clock.now += gap_ns
+    marks.clock.waited += waited_ns
     with marks.phase("b"):
-        clock.now += 2 * MS
-    assert times(sent) == [("a", 0, 2 * MS), *rest]
+        marks.clock.now += 2 * MS
+    assert marks.times() == [("a", 0, 2 * MS), *rest]
 
 
-def test_what_ran_before_a_restart_is_left_out(
-    marks: Marks, sent: Sent, clock: Clock, area: mmap.mmap
-) -> None:
+def test_what_ran_before_a_restart_is_left_out(marks: Told, area: mmap.mmap) -> None:
     fill(area)
-    clock.now += 50 * MS
+    marks.clock.now += 50 * MS
     marks.restart()
     with marks.phase("a"):
-        clock.now += 2 * MS
-    assert times(sent) == [("a", 50 * MS, 52 * MS)]
-    assert phases(sent)[0].minor_faults < 2000
+        marks.clock.now += 2 * MS
+    assert marks.times() == [("a", 50 * MS, 52 * MS)]
+    assert marks.phases()[0].minor_faults < 2000
 
 
-def test_what_ends_or_begins_after_a_tests_body_is_no_phase(marks: Marks, sent: Sent) -> None:
+def test_what_ends_or_begins_after_a_tests_body_is_no_phase(marks: Told) -> None:
     with marks.phase("opened before the end"):
         marks.is_over = True
     with marks.phase("begun after it"):
         pass
     marks.close("body")
-    assert phases(sent) == []
+    assert marks.phases() == []
     marks.is_over = False  # the test runs again
     with marks.phase("again"):
         pass
-    assert [phase.name for phase in phases(sent)] == ["again"]
+    assert marks.names() == ["again"]
 
 
-def test_the_gpu_is_read_before_its_reset(marks: Marks, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def called(name: str, answer: object = None) -> Any:
-        return lambda: calls.append(name) or answer  # type: ignore[func-returns-value]
-
-    gpu = SimpleNamespace(
-        synchronize=called("synchronize"),
-        allocated=lambda: 7,
-        reset=called("reset"),
-        peaks=called("peaks", {"peak_cuda_allocated_bytes": 9}),
-        take_timeline=lambda: [(1, 2, 3)],
-    )
-    marks.cuda = cast(CudaMemory, gpu)
-    monkeypatch.setattr(marks, "send", lambda event, **fields: calls.append(event))
+def test_the_gpu_is_read_before_its_reset(marks: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Mock()
+    gpu.allocated.return_value, gpu.take_timeline.return_value = 7, [(1, 2, 3)]
+    gpu.peaks.return_value = {"peak_cuda_allocated_bytes": 9}
+    marks.cuda = gpu
+    monkeypatch.setattr(marks, "send", gpu.send)
     with marks.phase("a"):
-        calls.append("work")
-    assert calls == ["told", "work", "synchronize", "peaks", "told", "phase", "reset"]
+        gpu.work()
+    assert [name for name, *_ in gpu.mock_calls] == [
+        "send", "work", "synchronize", "allocated", "peaks", "take_timeline", "send", "send", "reset",
+    ]  # fmt: skip
+    assert [call.args[0] for call in gpu.send.call_args_list] == ["told", "told", "phase"]
     assert marks.read()["memory"]["cuda_allocated_bytes"] == 7

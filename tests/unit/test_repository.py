@@ -129,14 +129,9 @@ def test_the_commands_for_use_install_no_tools_of_developers() -> None:
     alone = {"help", "clean", "test-versions", "test-all"}  # test-all begins with test
     plain = "python3 harness/set_up.py"
     for target in {*targets} - alone:
-        done = subprocess.run(
-            ["make", "--dry-run", "--always-make", target],
-            cwd=ROOT,
-            env={"PATH": os.environ["PATH"]},  # `make test` exports its own settings
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ["make", "--dry-run", "--always-make", "-C", str(ROOT), target]
+        variables = {"PATH": os.environ["PATH"]}  # `make test` exports its own settings
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         used = [line for line in done.stdout.splitlines() if "harness/set_up.py" in line]
         assert used == ([plain] if target in USE else [plain, f"{plain} --dev"]), target
 
