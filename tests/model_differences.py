@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
 Place = tuple[str, torch.Tensor]
 """The path of a tensor within a model, and the tensor."""
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 _MOST_ADDRESSES = 4096
 """The number of elements up to which two tensors' addresses are compared one by one."""
 
@@ -46,8 +47,8 @@ def differences(
     mine, theirs = _tensors(found), _tensors(wanted)
     if [path for path, _ in mine] != [path for path, _ in theirs]:
         return lines
-    lines += _set_differences("the same object", same_objects(mine), same_objects(theirs))
-    lines += _set_differences("memory", overlaps(mine), overlaps(theirs))
+    lines += _set_differences("the same object", _same_objects(mine), _same_objects(theirs))
+    lines += _set_differences("memory", _overlaps(mine), _overlaps(theirs))
     lines += [f"gradient of {line}" for line in _gradients(mine, theirs, nan_bits)]
     return lines
 
@@ -66,6 +67,15 @@ def state_differences(
         elif not same_bytes(one, other, nan_bits=nan_bits):
             lines.append(f"{key}: other values")
     return lines
+
+
+def ties(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return, for each further name of the same memory, the first name."""
+    first: dict[int, str] = {}
+    names = {
+        key: first.setdefault(one.data_ptr(), key) for key, one in state.items() if one.numel()
+    }
+    return {key: name for key, name in names.items() if name != key}
 
 
 def seed(number: int) -> None:
@@ -214,9 +224,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor, *, nan_bits: bool = True)
     mine, theirs = (_flat(each).view(torch.uint8) for each in (one, other))
     if torch.equal(mine, theirs):
         return True
-    kind = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(
-        other.dtype, other.dtype
-    )
+    kind = other.dtype.to_real() if other.dtype.is_complex else other.dtype
     if nan_bits or not kind.is_floating_point:
         return False
     size = kind.itemsize
@@ -226,19 +234,13 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor, *, nan_bits: bool = True)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.detach()
-        .resolve_conj()
-        .resolve_neg()
-        .clone(memory_format=torch.contiguous_format)
-        .reshape(-1)
-    )
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).reshape(-1)
 
 
 def _set_differences(what: str, found: set[Any], wanted: set[Any]) -> list[str]:
-    return [f"{what} is shared no more by {one}" for one in sorted(wanted - found)] + [
-        f"{what} is shared now by {one}" for one in sorted(found - wanted)
-    ]
+    lines = [f"{what} is shared no more by {one}" for one in sorted(wanted - found)]
+    return lines + [f"{what} is shared now by {one}" for one in sorted(found - wanted)]
 
 
 def _gradients(mine: list[Place], theirs: list[Place], nan_bits: bool) -> Iterator[str]:
@@ -264,7 +266,7 @@ def _gradient(tensor: torch.Tensor) -> Any:
 # Tensors that share memory ----------------------------------------------------------------------------
 
 
-def same_objects(places: list[Place]) -> set[tuple[str, ...]]:
+def _same_objects(places: list[Place]) -> set[tuple[str, ...]]:
     """Return each group of paths that refer to the same tensor object."""
     groups: dict[int, list[str]] = {}
     for path, tensor in places:
@@ -272,25 +274,22 @@ def same_objects(places: list[Place]) -> set[tuple[str, ...]]:
     return {tuple(paths) for paths in groups.values() if len(paths) > 1}
 
 
-def overlaps(places: list[Place]) -> set[tuple[str, str, int]]:
+def _overlaps(places: list[Place]) -> set[tuple[str, str, int]]:
     """Return each pair of tensors that overlap, with the distance of their starts in bytes."""
     held = {id(one): (path, one) for path, one in reversed(places) if one.numel()}
-    spans = sorted(
-        (
-            (one.data_ptr(), one.data_ptr() + _extent_bytes(one), path, one)
-            for path, one in held.values()
-            if not one.is_meta
-        ),
-        key=lambda span: span[:3],
-    )
+    there = [(path, one) for path, one in held.values() if not one.is_meta]
+    spans = [
+        (one.data_ptr(), one.data_ptr() + _extent_bytes(one), path, one) for path, one in there
+    ]
+    spans.sort(key=lambda span: span[:3])
     found = set()
     for number, (start, end, path, one) in enumerate(spans):
         for begin, _, other_path, other in spans[number + 1 :]:
             if begin >= end:
                 break
             if _meet(one, other):
-                pair = sorted([(path, start), (other_path, begin)])
-                found.add((pair[0][0], pair[1][0], pair[1][1] - pair[0][1]))
+                (first, at), (second, then) = sorted([(path, start), (other_path, begin)])
+                found.add((first, second, then - at))
     return found
 
 

@@ -37,29 +37,33 @@ NF4 = torch.tensor([
 """bitsandbytes' table of nf4, in every file of such codes."""
 
 
+def _fp8(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (matrix / scale).to(torch.float8_e4m3fn)
+
+
+def _int8(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (matrix / scale).round().to(torch.int8)
+
+
+def _of_rows(matrix: torch.Tensor, largest: int) -> torch.Tensor:
+    return matrix.abs().amax(1, keepdim=True) / largest
+
+
 def fp8_blocks(name: str, matrix: torch.Tensor) -> State:
     scale = matrix.abs().amax() / 448
     blocks = tuple(-(-size // 128) for size in matrix.shape)
-    return {
-        f"{name}.weight": (matrix / scale).to(torch.float8_e4m3fn),
-        f"{name}.weight_scale_inv": torch.full(blocks, float(scale)),
-    }
+    scales = torch.full(blocks, float(scale))
+    return {f"{name}.weight": _fp8(matrix, scale), f"{name}.weight_scale_inv": scales}
 
 
 def fp8_channels(name: str, matrix: torch.Tensor) -> State:
-    scale = matrix.abs().amax(1, keepdim=True) / 448
-    return {
-        f"{name}.weight": (matrix / scale).to(torch.float8_e4m3fn),
-        f"{name}.weight_scale": scale.to(torch.bfloat16),
-    }
+    scale = _of_rows(matrix, 448)
+    return {f"{name}.weight": _fp8(matrix, scale), f"{name}.weight_scale": scale.bfloat16()}
 
 
 def int8_channels(name: str, matrix: torch.Tensor) -> State:
-    scale = matrix.abs().amax(1, keepdim=True) / 127
-    return {
-        f"{name}.weight": (matrix / scale).round().to(torch.int8),
-        f"{name}.weight_scale": scale.to(torch.bfloat16),
-    }
+    scale = _of_rows(matrix, 127)
+    return {f"{name}.weight": _int8(matrix, scale), f"{name}.weight_scale": scale.bfloat16()}
 
 
 def int4_packed(name: str, matrix: torch.Tensor) -> State:
@@ -92,12 +96,8 @@ def bitsandbytes_nf4(name: str, matrix: torch.Tensor) -> State:
         f"{name}.weight": torch.randint(0, 256, (-(-matrix.numel() // 2), 1), dtype=torch.uint8),
         f"{name}.weight.absmax": torch.rand(blocks) / 50,
         f"{name}.weight.quant_map": NF4.clone(),
-        f"{name}.weight.quant_state.bitsandbytes__nf4": _text(state),
-    }
-
-
-def _text(state: Mapping[str, Any]) -> torch.Tensor:
-    return torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+        f"{name}.weight.quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8),
+    }  # fmt: skip
 
 
 def packed(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -146,13 +146,11 @@ def nvfp4(name: str, matrix: torch.Tensor) -> State:
 
 
 def quanto_int8(name: str, matrix: torch.Tensor) -> State:
-    scale = matrix.abs().amax(1, keepdim=True) / 127
+    scale = _of_rows(matrix, 127)
     return {
-        f"{name}.weight._data": (matrix / scale).round().to(torch.int8),
-        f"{name}.weight._scale": scale,
-        f"{name}.input_scale": torch.ones(()),
-        f"{name}.output_scale": torch.ones(()),
-    }
+        f"{name}.weight._data": _int8(matrix, scale), f"{name}.weight._scale": scale,
+        f"{name}.input_scale": torch.ones(()), f"{name}.output_scale": torch.ones(()),
+    }  # fmt: skip
 
 
 def mlx(name: str, matrix: torch.Tensor) -> State:
@@ -166,10 +164,7 @@ def mlx(name: str, matrix: torch.Tensor) -> State:
 
 def scaled_fp8(name: str, matrix: torch.Tensor) -> State:
     scale = matrix.abs().amax() / 448
-    return {
-        f"{name}.weight": (matrix / scale).to(torch.float8_e4m3fn),
-        f"{name}.scale_weight": scale.reshape(1),
-    }
+    return {f"{name}.weight": _fp8(matrix, scale), f"{name}.scale_weight": scale.reshape(1)}
 
 
 def hqq(name: str, matrix: torch.Tensor) -> State:
@@ -199,11 +194,9 @@ def _compressed(kind: str, layout: str, bits: int, **more: Any) -> dict[str, Any
     }  # fmt: skip
     inputs = weights | {"strategy": "token", "dynamic": True, "observer": None}
     group = {
-        "targets": ["Linear"],
-        "weights": weights | more,
-        "input_activations": None if more else inputs,
-        "output_activations": None,
-    }
+        "targets": ["Linear"], "weights": weights | more,
+        "input_activations": None if more else inputs, "output_activations": None,
+    }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
         "ignore": ["lm_head"], "config_groups": {"group_0": group}, "kv_cache_scheme": None,
@@ -272,9 +265,8 @@ def plain_model(name: str, sizes: Mapping[str, Any] | None = None) -> Any:
 
     ``sizes`` replace settings of the small model.
     """
-    kind, settings = ("LlamaForCausalLM", LLAMA)
-    if name == "mxfp4":
-        kind, settings = ("GptOssForCausalLM", GPT_OSS)
+    is_oss = name == "mxfp4"
+    kind, settings = ("GptOssForCausalLM", GPT_OSS) if is_oss else ("LlamaForCausalLM", LLAMA)
     made: Any = getattr(import_module("transformers"), kind)
     torch.manual_seed(0)
     return made(made.config_class(**{**settings, **(sizes or {})})).to(torch.bfloat16)

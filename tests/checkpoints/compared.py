@@ -12,22 +12,23 @@ from typing import Any, Final
 import torch
 from cells import HarnessError, arguments_to_dequantise
 from layouts import Layout, every
-from model_differences import state_differences
+from model_differences import state_differences, ties
 from torch import nn
 
 _MADE: Final = Path("made.json")
 _TRUTH: Final = Path("truth.pt")
-"""Arguments of ``load_pretrained`` that have another name than the option."""
+_WARM: Final = (
+    "no architectures",
+    "the unet of a pipeline",
+    "GGUF in float16",
+    "a residual network",
+)
+"""A layout of each library."""
 
 
 def warm_up() -> None:
-    """Import what most layouts need, by making and loading one of each library, in seconds that forks save."""
-    for name in (
-        "no architectures",
-        "the unet of a pipeline",
-        "GGUF in float16",
-        "a residual network",
-    ):
+    """Import what most layouts need, by making and loading some, in seconds that forks save."""
+    for name in _WARM:
         with (
             TemporaryDirectory(dir="/var/tmp") as folder,
             chdir(folder),
@@ -54,11 +55,8 @@ def make(name: str) -> None:
     tensors = {
         key: [list(one.shape), str(one.dtype).removeprefix("torch.")] for key, one in truth.items()
     }
-    _MADE.write_text(
-        json.dumps(
-            {"path": str(made.path), "is_folder": is_folder, "tensors": tensors, "class": kind}
-        )
-    )
+    found = {"path": str(made.path), "is_folder": is_folder, "tensors": tensors, "class": kind}
+    _MADE.write_text(json.dumps(found))
 
 
 def load(name: str) -> None:
@@ -93,7 +91,7 @@ def converted() -> None:
     from safetensors.torch import load_file
 
     found, (truth, _) = load_file("converted.safetensors"), _truth()
-    for key, tied_to in _ties(truth).items():  # safetensors keeps one name of a shared tensor
+    for key, tied_to in ties(truth).items():  # safetensors keeps one name of a shared tensor
         if key not in found and tied_to in found:
             found[key] = found[tied_to]
         elif tied_to not in found and key in found:
@@ -123,29 +121,35 @@ def _from_pretrained(path: Path, layout: Layout) -> nn.Module:
     import transformers
 
     config = json.loads((path / "config.json").read_text())
+    model: nn.Module
     if "_class_name" in config:
         import diffusers
 
         kind = getattr(diffusers, config["_class_name"])
-        part: nn.Module = kind.from_pretrained(path, variant=layout.options.get("variant"))
-        return part
-    if "architecture" in config:
+        model = kind.from_pretrained(path, variant=layout.options.get("variant"))
+    elif "architecture" in config:
         import timm
 
-        made: nn.Module = timm.create_model(f"local-dir:{path}", pretrained=True)
-        return made
-    name = layout.options.get("model_class") or (config.get("architectures") or ["AutoModel"])[0]
-    options: dict[str, Any] = {
-        key: one for key, one in layout.options.items() if key in ("variant", "revision")
-    }
-    options |= arguments_to_dequantise(path / "model.safetensors")
-    kind = getattr(transformers, str(name).removeprefix("transformers."), None)
-    if kind is None:
-        from diffusers.pipelines.stable_diffusion import safety_checker
-
-        kind = getattr(safety_checker, str(name))
-    model: nn.Module = kind.from_pretrained(path, dtype="auto", **options)
+        model = timm.create_model(f"local-dir:{path}", pretrained=True)
+    else:
+        named = (
+            layout.options.get("model_class") or (config.get("architectures") or ["AutoModel"])[0]
+        )
+        name = str(named).removeprefix("transformers.")
+        library = transformers if hasattr(transformers, name) else _safety_checker()
+        options = {
+            key: one for key, one in layout.options.items() if key in ("variant", "revision")
+        }
+        more: dict[str, Any] = options | arguments_to_dequantise(path / "model.safetensors")
+        model = getattr(library, name).from_pretrained(path, dtype="auto", **more)
     return model
+
+
+def _safety_checker() -> Any:
+    """Return the module of diffusers that has a class of transformers."""
+    from diffusers.pipelines.stable_diffusion import safety_checker
+
+    return safety_checker
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -187,17 +191,6 @@ def _truth() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         _TRUTH, weights_only=False
     )
     return found
-
-
-def _ties(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return, for each name of memory that has several, the first name."""
-    first: dict[tuple[int, int, torch.Size], str] = {}
-    ties = {}
-    for key, one in state.items():
-        place = (one.data_ptr(), one.numel() * one.element_size(), one.shape)
-        if one.numel() and first.setdefault(place, key) != key:
-            ties[key] = first[place]
-    return ties
 
 
 def _print(differences: list[str], said: list[str]) -> None:

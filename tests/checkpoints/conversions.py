@@ -4,9 +4,6 @@ Each kind of conversion draws a small model of odd sizes. ``check`` loads it wit
 library that defines the conversion, and compares both models bit by bit.
 """
 
-from __future__ import annotations
-
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,20 +12,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import gguf_files
-import numpy as np
 import pytest
 import quantised_folders as packing
 import torch
-from cells import UNDECODED, CheckpointError, ConfigError, arguments_to_dequantise
+from cells import CheckpointError, ConfigError, arguments_to_dequantise
 from hypothesis import strategies as st
-from model_differences import state_differences
-from quantised_folders import State
-from safetensors.torch import load_file, save_file
-from small import transformers
+from model_differences import state_differences, ties
+from quantised_folders import Pack
+from safetensors.torch import load_file
+from small import FLOATS, PT, WEIGHTS, Tensors, edit, save, save_shards, transformers
 
 from weighin import load_pretrained
 
-FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 COMPARED: Final = "compared"
@@ -42,13 +37,11 @@ class Folder:
         path: the folder.
         dtype: the dtype that the user wants; "auto" for that of the configuration.
         reference: the load that defines the result.
-        options: further arguments of ``load_pretrained``.
     """
 
     path: Path
     dtype: torch.dtype | str
     reference: Callable[[], Any]
-    options: dict[str, Any]
 
 
 def check(made: Folder) -> str:
@@ -62,7 +55,7 @@ def check(made: Folder) -> str:
     except Exception as error:
         raised = error
     try:
-        found = load_pretrained(made.path, dtype=made.dtype, **made.options)
+        found = load_pretrained(made.path, dtype=made.dtype)
     except (CheckpointError, ConfigError) as error:
         assert error.message and error.repair
         assert raised, f"refused what the reference loads: {error.message}"
@@ -77,23 +70,10 @@ def assert_equal(ours: Any, theirs: Any) -> None:
     assert type(ours) is type(theirs)
     assert ours.training is theirs.training
     assert ours.config.dtype == theirs.config.dtype
-    tensors, expected = _tensors(ours), _tensors(theirs)
+    found, wanted = (one.state_dict() | dict(one.named_buffers()) for one in (ours, theirs))
     # Not a number is one value, whose sign depends on the processor's unit.
-    assert state_differences(tensors, expected, nan_bits=False) == []
-    assert _shared(tensors) == _shared(expected)
-
-
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = model.state_dict() | dict(model.named_buffers())
-    return tensors
-
-
-def _shared(tensors: dict[str, torch.Tensor]) -> set[frozenset[str]]:
-    """Return the groups of names that share memory."""
-    places: dict[int, set[str]] = {}
-    for name, one in tensors.items():
-        places.setdefault(one.data_ptr(), set()).add(name)
-    return {frozenset(names) for names in places.values() if len(names) > 1}
+    assert state_differences(found, wanted, nan_bits=False) == []
+    assert ties(found) == ties(wanted)
 
 
 # The models --------------------------------------------------------------------------------------
@@ -116,8 +96,7 @@ def _common(draw: Draw, hidden: st.SearchStrategy[int]) -> dict[str, Any]:
 
 
 def _llama(draw: Draw, sizes: st.SearchStrategy[int]) -> Any:
-    package = transformers()
-    has_bias = draw(st.booleans())
+    package, has_bias = transformers(), draw(st.booleans())
     config = package.LlamaConfig(
         **_common(draw, sizes), intermediate_size=draw(sizes), attention_bias=has_bias, mlp_bias=has_bias
     )  # fmt: skip
@@ -125,29 +104,26 @@ def _llama(draw: Draw, sizes: st.SearchStrategy[int]) -> Any:
 
 
 def _mixture(draw: Draw, sizes: st.SearchStrategy[int]) -> Any:
-    package = transformers()
-    experts, common = draw(st.integers(1, 7)), _common(draw, sizes)
-    chosen = {"num_experts_per_tok": min(2, experts)}
+    package, experts, settings = transformers(), draw(st.integers(1, 7)), _common(draw, sizes)
+    settings["num_experts_per_tok"] = min(2, experts)
     if draw(st.booleans()):
         config = package.MixtralConfig(
-            **common, **chosen, intermediate_size=draw(sizes), num_local_experts=experts
+            **settings, intermediate_size=draw(sizes), num_local_experts=experts
         )
         return package.MixtralForCausalLM(config)
     config = package.Qwen3MoeConfig(
-        **common, **chosen, intermediate_size=draw(sizes), moe_intermediate_size=draw(sizes),
+        **settings, intermediate_size=draw(sizes), moe_intermediate_size=draw(sizes),
         num_experts=experts, decoder_sparse_step=draw(st.integers(1, 2)),
     )  # fmt: skip
     return package.Qwen3MoeForCausalLM(config)
 
 
 def _gpt_oss(draw: Draw) -> Any:
-    package = transformers()
-    common = _common(draw, st.sampled_from((32, 64, 96)))
-    layers = common["num_hidden_layers"]
+    package, sizes = transformers(), st.sampled_from((32, 64, 96))
+    settings = _common(draw, sizes)
     config = package.GptOssConfig(
-        **common, intermediate_size=draw(st.sampled_from((32, 64, 96))),
-        num_local_experts=draw(st.integers(1, 5)), num_experts_per_tok=1,
-        layer_types=["full_attention"] * layers,
+        **settings, intermediate_size=draw(sizes), num_local_experts=draw(st.integers(1, 5)),
+        num_experts_per_tok=1, layer_types=["full_attention"] * settings["num_hidden_layers"],
     )  # fmt: skip
     return package.GptOssForCausalLM(config)
 
@@ -159,13 +135,13 @@ def _write(
     draw: Draw,
     folder: Path,
     model: Any,
-    pack: Callable[[str, torch.Tensor], State] | None = None,
+    pack: Pack | None = None,
     quantization: dict[str, Any] | None = None,
 ) -> None:
     """Write a model, with codes for the matrices that ``pack`` packs, in one file or in several."""
     model.save_pretrained(folder)
-    whole: State = load_file(folder / "model.safetensors")
-    state: State = {}
+    whole = load_file(folder / WEIGHTS)
+    state: Tensors = {}
     odd = draw(st.sampled_from((None, None, *FLOATS)))
     for name, value in whole.items():
         if pack and (packed := pack(name, value.float())):
@@ -174,26 +150,15 @@ def _write(
             state[name] = value.to(odd)
         else:
             state[name] = value
-    _save(folder, {key: one.contiguous() for key, one in state.items()}, draw(st.integers(1, 3)))
-    config = json.loads((folder / "config.json").read_text())
-    if quantization:
-        config["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def _save(folder: Path, state: State, count: int) -> None:
+    items, count = [(key, one.contiguous()) for key, one in state.items()], draw(st.integers(1, 3))
     if count == 1:
-        save_file(state, folder / "model.safetensors", {"format": "pt"})
-        return
-    (folder / "model.safetensors").unlink()
-    places: dict[str, str] = {}
-    for number in range(count):
-        name = f"model-{number + 1:05}-of-{count:05}.safetensors"
-        part = {key: one for at, (key, one) in enumerate(state.items()) if at % count == number}
-        save_file(part, folder / name, {"format": "pt"})
-        places |= dict.fromkeys(part, name)
-    index = {"metadata": {"total_size": 0}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        save(dict(items), folder / WEIGHTS, metadata=PT)
+    else:
+        (folder / WEIGHTS).unlink()
+        parts = [dict(items[number::count]) for number in range(count)]
+        save_shards(folder, parts, metadata=PT)
+    if quantization:
+        edit(folder / "config.json", quantization_config=quantization)
 
 
 def _of_transformers(draw: Draw, folder: Path, model: Any) -> Folder:
@@ -205,7 +170,7 @@ def _of_transformers(draw: Draw, folder: Path, model: Any) -> Folder:
         weights = next(folder.glob("*.safetensors"))
         return kind.from_pretrained(folder, dtype=dtype, **arguments_to_dequantise(weights))
 
-    return Folder(folder, dtype, reference, {})
+    return Folder(folder, dtype, reference)
 
 
 def _fp8(draw: Draw, folder: Path) -> Folder:
@@ -215,7 +180,7 @@ def _fp8(draw: Draw, folder: Path) -> Folder:
     scales = draw(st.sampled_from((torch.float32, torch.bfloat16)))
     grid = draw(st.sampled_from(("blocks", "blocks", "channels", "one")))
 
-    def pack(name: str, matrix: torch.Tensor) -> State:
+    def pack(name: str, matrix: torch.Tensor) -> Tensors:
         if not re.search(r"(_proj|\.w[123])\.weight$", name):
             return {}
         shape = {
@@ -264,7 +229,7 @@ def _smaller_blocks_right(block: tuple[int, int]) -> Iterator[None]:
 def _mxfp4(draw: Draw, folder: Path) -> Folder:
     model = _gpt_oss(draw).to(torch.bfloat16)
 
-    def pack(name: str, stacked: torch.Tensor) -> State:
+    def pack(name: str, stacked: torch.Tensor) -> Tensors:
         if stacked.ndim != 3:
             return {}
         packed = packing.mxfp4(name, stacked)
@@ -282,30 +247,21 @@ def _mxfp4(draw: Draw, folder: Path) -> Folder:
 def _compressed(name: str) -> Callable[[Draw, Path], Folder]:
     layout = packing.LAYOUTS[name]
 
+    def pack(key: str, matrix: torch.Tensor) -> Tensors:
+        is_packed = key.endswith("_proj.weight")
+        return layout.pack(key.removesuffix(".weight"), matrix) if is_packed else {}
+
     def make(draw: Draw, folder: Path) -> Folder:
         wide = st.sampled_from((32, 64, 96))
         odd = st.integers(1, 50).map(lambda n: 2 * n)
         model = _llama(draw, wide if name == "compressed int4" else odd).to(torch.bfloat16)
-        if name == "compressed int4":
-            model = _with_whole_groups(model)
-
-        def pack(key: str, matrix: torch.Tensor) -> State:
-            return (
-                layout.pack(key.removesuffix(".weight"), matrix)
-                if key.endswith("_proj.weight")
-                else {}
-            )
-
+        if name == "compressed int4":  # all rows have whole groups of 32 elements
+            model.config.head_dim = 32
+            model = type(model)(model.config).to(torch.bfloat16)
         _write(draw, folder, model, pack, layout.config["quantization_config"])
         return _of_transformers(draw, folder, model)
 
     return make
-
-
-def _with_whole_groups(model: Any) -> Any:
-    """Return a model like ``model``, whose rows all have whole groups of 32 elements."""
-    model.config.head_dim = 32
-    return type(model)(model.config).to(torch.bfloat16)
 
 
 def _experts(draw: Draw, folder: Path) -> Folder:
@@ -318,8 +274,7 @@ def _experts(draw: Draw, folder: Path) -> Folder:
 def _gguf(draw: Draw, folder: Path) -> Folder:
     import gguf
 
-    kinds = [kind.name for kind in gguf.GGMLQuantizationType if kind.name in gguf_format_types()]
-    kind = draw(st.sampled_from(kinds))
+    kind = draw(st.sampled_from(gguf_files.read_types()))
     unit = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
     wide = 256 if unit > 32 else draw(st.sampled_from((32, 64)))
     settings = {
@@ -331,36 +286,17 @@ def _gguf(draw: Draw, folder: Path) -> Folder:
         "vocab_size": draw(st.integers(5, 70)),
         "tie_word_embeddings": draw(st.booleans()),
     }
-    with np.errstate(all="ignore"):  # random codes have infinite scales
-        gguf_files._file(kind, **settings)(folder)
+    gguf_files._file(kind, **settings)(folder)
     dtype = draw(st.sampled_from(("auto", *FLOATS)))
-
-    def reference() -> Any:
-        options = {} if dtype == "auto" else {"dtype": dtype}
-        package = transformers()
-        with np.errstate(all="ignore"):
-            return package.AutoModelForCausalLM.from_pretrained(
-                folder, gguf_file="model.gguf", **options
-            )
-
-    return Folder(folder, dtype, reference, {})
-
-
-def gguf_format_types() -> set[str]:
-    """Return the types of GGUF that from_pretrained reads."""
-    import gguf
-
-    left_out = UNDECODED | {"F64", "I8", "I16", "I32", "I64"}
-    return {kind.name for kind in gguf.GGMLQuantizationType} - left_out
+    options = {} if dtype == "auto" else {"dtype": dtype}
+    return Folder(folder, dtype, lambda: gguf_files.reference(folder, **options))
 
 
 MAKERS: Final[dict[str, tuple[Callable[[Draw, Path], Folder], str]]] = {
     "fp8": (_fp8, ""),
     "mxfp4": (_mxfp4, ""),
-    "compressed fp8": (_compressed("compressed fp8"), "compressed_tensors"),
-    "compressed int8": (_compressed("compressed int8"), "compressed_tensors"),
-    "compressed int4": (_compressed("compressed int4"), "compressed_tensors"),
+    **{name: (_compressed(name), "compressed_tensors") for name in packing.OURS if name not in packing.DEQUANTISED},
     "experts": (_experts, ""),
     "gguf": (_gguf, "gguf"),
-}
+}  # fmt: skip
 """For each kind of conversion, the function that writes a folder, and the package that it needs."""

@@ -1,19 +1,18 @@
 """GGUF files, as llama.cpp's converter writes them: its names, its order of values and its types."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from layouts import Layout, Made, all_but, refused
+from cells import UNDECODED
+from layouts import Layout, Made, Maker, all_but, refused
 from small import llama, transformers
 
 GROUP: Final = "GGUF files"
 PACKAGES: Final = ("gguf", "accelerate")
 SMALL: Final = {"intermediate_size": 64}  # rows of whole blocks of 32 elements
-WIDE: Final = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+WIDE: Final[dict[str, Any]] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 SCALES: Final = {"Q4_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_XS": (0,)}
 """The places of the scales in a block of a type that the package gguf does not quantise to."""
 
@@ -29,33 +28,38 @@ def write(
     architecture: str,
     tensors: Mapping[str, Any],
     kind: str = "F32",
-    described: Callable[[Any], None] = lambda _: None,
+    model: Any = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Write numpy arrays, the matrices in the type ``kind``; return the values that the file holds."""
+    """Write numpy arrays, the matrices in the type ``kind``; return the values that the file holds.
+
+    ``model`` is the one of transformers whose configuration the file describes.
+    """
     import gguf
     import numpy as np
 
     writer = gguf.GGUFWriter(file, architecture, **options)
-    described(writer)
+    if model:
+        _describe(writer, model.config)
+    halves = {"F16": torch.float16, "BF16": torch.bfloat16}
     values = {}
     for name, array in tensors.items():
-        written = gguf.GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
-        if written == gguf.GGMLQuantizationType.F32:
+        if kind == "F32" or array.ndim <= 1:
             writer.add_tensor(name, array)
             values[name] = torch.from_numpy(array)
             continue
+        written = gguf.GGMLQuantizationType[kind]
         try:
             codes = gguf.quants.quantize(array, written)
         except NotImplementedError:
             codes = random_blocks(array.shape, kind)
         writer.add_tensor(name, codes, raw_dtype=written)
-        halves = {"F16": torch.float16, "BF16": torch.bfloat16}
         if kind == "Q8_K":
             values[name] = torch.zeros(array.shape)  # nobody has its values
-            continue
-        value = torch.from_numpy(np.array(gguf.quants.dequantize(codes, written)))
-        values[name] = value.to(halves.get(kind, torch.float32))
+        else:
+            with np.errstate(all="ignore"):  # random codes have infinite scales
+                value = np.array(gguf.quants.dequantize(codes, written))
+            values[name] = torch.from_numpy(value).to(halves.get(kind, torch.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,36 +89,30 @@ def names_of(model: Any, architecture: str) -> dict[str, str]:
     return {key: table.get_name(key, (".weight", ".bias")) or key for key in model.state_dict()}
 
 
-def described(model: Any) -> Callable[[Any], None]:
-    """Return the function that writes what transformers reads of a configuration."""
-    config = model.config
-
-    def describe(writer: Any) -> None:
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_feed_forward_length(getattr(config, "intermediate_size", 4 * config.hidden_size))
-        writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
-        if hasattr(config, "rms_norm_eps"):
-            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-            writer.add_rope_freq_base(10000.0)
-            writer.add_vocab_size(config.vocab_size)
-        else:
-            writer.add_layer_norm_eps(config.layer_norm_epsilon)
-        if getattr(config, "head_dim", None):
-            writer.add_key_length(config.head_dim)
-            writer.add_value_length(config.head_dim)
-        if hasattr(config, "num_experts_per_tok"):
-            writer.add_expert_count(config.num_experts)
-            writer.add_expert_used_count(config.num_experts_per_tok)
-        words = config.vocab_size
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list([f"t{number}" for number in range(words)])
-        writer.add_token_merges(["t 0"])
-        writer.add_token_types([1] * words)
-
-    return describe
+def _describe(writer: Any, config: Any) -> None:
+    """Write what transformers reads of a configuration."""
+    words, heads = config.vocab_size, config.num_attention_heads
+    described = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "head_count": heads,
+        "feed_forward_length": getattr(config, "intermediate_size", 4 * config.hidden_size),
+        "head_count_kv": getattr(config, "num_key_value_heads", heads),
+    }  # fmt: skip
+    if hasattr(config, "rms_norm_eps"):
+        described |= {"layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": 10000.0}
+        described |= {"vocab_size": words}
+    else:
+        described |= {"layer_norm_eps": config.layer_norm_epsilon}
+    if head_dim := getattr(config, "head_dim", None):
+        described |= {"key_length": head_dim, "value_length": head_dim}
+    if used := getattr(config, "num_experts_per_tok", None):
+        described |= {"expert_count": config.num_experts, "expert_used_count": used}
+    described |= {
+        "tokenizer_model": "gpt2", "token_list": [f"t{number}" for number in range(words)],
+        "token_merges": ["t 0"], "token_types": [1] * words,
+    }  # fmt: skip
+    for name, value in described.items():
+        getattr(writer, f"add_{name}")(value)
 
 
 def of_llama(model: Any) -> dict[str, Any]:
@@ -134,41 +132,59 @@ def of_llama(model: Any) -> dict[str, Any]:
     return arrays
 
 
-def _file(kind: str, **settings: Any) -> Callable[[Path], Made]:
+def _file(kind: str, name: str = "model.gguf", **settings: Any) -> Maker:
     def make(folder: Path) -> Made:
         model = llama(torch.float32, **SMALL | settings)
-        path = folder / "model.gguf"
-        return Made(path, write(path, "llama", of_llama(model), kind, described(model)))
+        return Made(folder / name, write(folder / name, "llama", of_llama(model), kind, model))
 
     return make
 
 
-def loaded(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """Return the state dict of the model that from_pretrained makes of a GGUF file, in float32."""
-    model = transformers().AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, dtype=torch.float32
-    )
-    return dict(model.state_dict(keep_vars=True))
+def reference(folder: Path, **options: Any) -> Any:
+    """Return the model that from_pretrained makes of ``model.gguf``."""
+    import numpy as np
+
+    kind = transformers().AutoModelForCausalLM
+    with np.errstate(all="ignore"):  # random codes have infinite scales
+        return kind.from_pretrained(folder, gguf_file="model.gguf", **options)
 
 
-def _folder(kind: str, *, with_config: bool = False, **settings: Any) -> Callable[[Path], Made]:
+def loaded(folder: Path) -> Made:
+    state = reference(folder, dtype=torch.float32).state_dict(keep_vars=True)
+    return Made(folder, dict(state), is_folder=True)
+
+
+def read_types() -> list[str]:
+    """Return the types of GGUF that from_pretrained reads."""
+    import gguf
+
+    left_out = UNDECODED | {"F64", "I8", "I16", "I32", "I64"}
+    return [kind.name for kind in gguf.GGMLQuantizationType if kind.name not in left_out]
+
+
+def _folder(kind: str, *, with_config: bool = False, **settings: Any) -> Maker:
     def make(folder: Path) -> Made:
         model = llama(torch.float32, **SMALL | settings)
-        write(folder / "model.gguf", "llama", of_llama(model), kind, described(model))
+        write(folder / "model.gguf", "llama", of_llama(model), kind, model)
         if with_config:
             model.config.save_pretrained(folder)
-        truth = loaded(folder, "model.gguf")
-        if kind == "F32":
-            assert all(torch.equal(one, truth[key]) for key, one in model.state_dict().items())
-        return Made(folder, truth, is_folder=True)
+        made = loaded(folder)
+        if kind == "F32" and made.truth:
+            assert all(torch.equal(one, made.truth[key]) for key, one in model.state_dict().items())
+        return made
 
     return make
+
+
+def _of(folder: Path, model: Any, architecture: str, arrays: Mapping[str, Any]) -> Made:
+    write(folder / "model.gguf", architecture, arrays, "Q8_0", model)
+    return loaded(folder)
 
 
 def _in_three_parts(folder: Path) -> Made:
     model = llama(torch.float32, **SMALL)
-    arrays = of_llama(model)
-    truth = write(folder / "m.gguf", "llama", arrays, "Q8_0", described(model), split_max_tensors=8)
+    arrays, file = of_llama(model), folder / "m.gguf"
+    truth = write(file, "llama", arrays, "Q8_0", model, split_max_tensors=8)
     assert len(list(folder.iterdir())) == 3
     return Made(folder / "m-00001-of-00003.gguf", truth)
 
@@ -181,8 +197,7 @@ def _a_part_missing(folder: Path) -> Made:
 
 def _two_models(folder: Path) -> Made:
     for name in ("a.gguf", "b.gguf"):
-        made = _file("F32")(folder)
-        made.path.rename(folder / name)
+        made = _file("F32", name)(folder)
     return Made(folder, made.truth)
 
 
@@ -192,23 +207,18 @@ def _beside_safetensors(folder: Path) -> Made:
     return Made(folder)
 
 
-def _under_another_suffix(folder: Path) -> Made:
-    made = _file("Q8_0")(folder)
-    return Made(made.path.rename(folder / "model.bin"), made.truth)
+def _changed(kind: str, change: Callable[[bytes], bytes]) -> Maker:
+    def make(folder: Path) -> Made:
+        made = _file(kind)(folder)
+        made.path.write_bytes(change(made.path.read_bytes()))
+        return made
+
+    return make
 
 
-def _cut_off(folder: Path) -> Made:
-    made = _file("Q8_0")(folder)
-    made.path.write_bytes(made.path.read_bytes()[:-1000])
-    return made
-
-
-def _unknown_type(folder: Path) -> Made:
-    made = _file("Q4_0")(folder)
-    whole = made.path.read_bytes()
+def _of_type_31(whole: bytes) -> bytes:
     at = whole.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 16
-    made.path.write_bytes(whole[:at] + (31).to_bytes(4, "little") + whole[at + 4 :])
-    return made
+    return whole[:at] + (31).to_bytes(4, "little") + whole[at + 4 :]
 
 
 def _of_a_vision_tower(folder: Path) -> Made:
@@ -216,10 +226,6 @@ def _of_a_vision_tower(folder: Path) -> Made:
 
     arrays = {"v.patch_embd.weight": np.ones((4, 32), np.float32)}
     return Made(folder / "mmproj.gguf", write(folder / "mmproj.gguf", "clip", arrays, "Q8_0"))
-
-
-def _of_intermediate_results(folder: Path) -> Made:
-    return _file("Q8_K", **WIDE)(folder)
 
 
 def _gemma(folder: Path) -> Made:
@@ -234,8 +240,7 @@ def _gemma(folder: Path) -> Made:
         for key, tensor in model.state_dict().items()
         if key != "lm_head.weight"
     }
-    write(folder / "model.gguf", "gemma2", arrays, "Q8_0", described(model))
-    return Made(folder, loaded(folder, "model.gguf"), is_folder=True)
+    return _of(folder, model, "gemma2", arrays)
 
 
 def _gpt2(folder: Path, n_embd: int = 32, n_layer: int = 2) -> Made:
@@ -249,8 +254,7 @@ def _gpt2(folder: Path, n_embd: int = 32, n_layer: int = 2) -> Made:
         names[key]: (tensor.T if key.endswith(turned) else tensor).contiguous().numpy()
         for key, tensor in model.state_dict().items()
     }
-    write(folder / "model.gguf", "gpt2", arrays, "Q8_0", described(model))
-    return Made(folder, loaded(folder, "model.gguf"), is_folder=True)
+    return _of(folder, model, "gpt2", arrays)
 
 
 def _experts(folder: Path) -> Made:
@@ -272,13 +276,10 @@ def _experts(folder: Path) -> Made:
         else:
             is_gate = key.endswith("shared_expert_gate.weight")
             arrays[names[key]] = (tensor[0] if is_gate else tensor).numpy()
-    write(folder / "model.gguf", "qwen2moe", arrays, "Q8_0", described(model))
-    return Made(folder, loaded(folder, "model.gguf"), is_folder=True)
+    return _of(folder, model, "qwen2moe", arrays)
 
 
-def _layout(
-    name: str, make: Callable[[Path], Made], refusals: Mapping[str, str], **more: Any
-) -> Layout:
+def _layout(name: str, make: Maker, refusals: Mapping[str, str], **more: Any) -> Layout:
     return Layout(name, GROUP, make, refusals, packages=PACKAGES, **more)
 
 
@@ -298,10 +299,10 @@ LAYOUTS: Final = [
         "transformers reads only whole GGUF files", ("transformers", "predict", "recommend", "streaming", "baseline")
     )),
     _layout("GGUF with a part missing", _a_part_missing, refused("m-00002-of-00003.gguf is missing")),
-    _layout("GGUF under the suffix .bin", _under_another_suffix, _SKIPPED | _LOAD),
-    _layout("GGUF that was cut off", _cut_off, refused("truncated: .* ends at byte")),
-    _layout("GGUF of a type that ggml gave up", _unknown_type, refused("type 31 of ggml, which weighin does not know")),
-    _layout("GGUF of intermediate results (Q8_K)", _of_intermediate_results, refused(
+    _layout("GGUF under the suffix .bin", _file("Q8_0", "model.bin"), _SKIPPED | _LOAD),
+    _layout("GGUF that was cut off", _changed("Q8_0", lambda whole: whole[:-1000]), refused("truncated: .* ends at byte")),
+    _layout("GGUF of a type that ggml gave up", _changed("Q4_0", _of_type_31), refused("type 31 of ggml, which weighin does not know")),
+    _layout("GGUF of intermediate results (Q8_K)", _file("Q8_K", **WIDE), refused(
         "has the type Q8_K; the package gguf does not dequantise", all_but("inspect", "load")
     ) | _LOAD),
     _layout("GGUF of an architecture that transformers does not know", _of_a_vision_tower, _LOAD | refused(

@@ -1,7 +1,5 @@
 """What a layout of checkpoints is: how it is made, what is right, and who refuses it with which words."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +34,10 @@ class Made:
     is_folder: bool = False
 
 
+Maker = Callable[[Path], Made]
+"""Writes a checkpoint into an empty folder."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One way in which checkpoints lie on people's disks.
@@ -43,7 +45,7 @@ class Layout:
     Attributes:
         name: what it is, in the words of the page.
         group: the part of the page.
-        make: writes it into an empty folder.
+        make: writes it.
         refused: by verb, a regular expression that the refusal's text contains: what it is, and the next
             step. Verbs that are not named must be right.
         options: keys of a suite that every verb of the command line gets, and ``load`` as keyword arguments.
@@ -53,7 +55,7 @@ class Layout:
 
     name: str
     group: str
-    make: Callable[[Path], Made]
+    make: Maker
     refused: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()

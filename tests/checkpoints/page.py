@@ -1,7 +1,5 @@
 """Write the page "What weighin reads" from what was tried."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from layouts import VERBS, Layout

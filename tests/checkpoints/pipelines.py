@@ -1,28 +1,25 @@
 """Pipelines of diffusers, and their parts, each of which is a model."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from layouts import NO_FOLDER, Layout, Made, all_but, refused
-from small import edit, transformers
+from layouts import NO_FOLDER, Layout, Made, Maker, all_but, refused
+from small import Tensors, clip_config, config, folder_of, rewrite, transformers
 
 GROUP: Final = "Pipelines of diffusers"
 PACKAGES: Final = ("diffusers", "accelerate")
 WEIGHTS: Final = "diffusion_pytorch_model.safetensors"
 
 
-def unet(**settings: Any) -> Any:
+def unet() -> Any:
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
         block_out_channels=(8, 16), layers_per_block=1, sample_size=8, norm_num_groups=4,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), cross_attention_dim=8,
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=4, **settings,
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
     )  # fmt: skip
 
 
@@ -67,7 +64,7 @@ def cogvideo() -> Any:
     )  # fmt: skip
 
 
-def text_encoder() -> Any:
+def _text_encoder() -> Any:
     package = transformers()
     config = package.CLIPTextConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -76,10 +73,21 @@ def text_encoder() -> Any:
     return package.CLIPTextModel(config)
 
 
-def pipeline(folder: Path) -> Path:
+def _safety_checker() -> Any:
+    """Return a model of transformers whose class is in diffusers, beside a pipeline."""
+    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+
+    return StableDiffusionSafetyChecker(clip_config(16, 2))
+
+
+def _half_unet() -> Any:
+    return unet().to(torch.float16)
+
+
+def _pipeline(folder: Path) -> Made:
     unet().save_pretrained(folder / "unet")
     vae().half().save_pretrained(folder / "vae")
-    text_encoder().save_pretrained(folder / "text_encoder")
+    _text_encoder().save_pretrained(folder / "text_encoder")
     (folder / "scheduler").mkdir()
     (folder / "scheduler" / "scheduler_config.json").write_text("{}")
     index = {
@@ -89,137 +97,75 @@ def pipeline(folder: Path) -> Path:
         "safety_checker": [None, None], "requires_safety_checker": False,
     }  # fmt: skip
     (folder / "model_index.json").write_text(json.dumps(index))
-    return folder
+    return Made(folder, {}, is_folder=True)
 
 
-def _part(model: Callable[[], Any], **options: Any) -> Callable[[Path], Made]:
-    def make(folder: Path) -> Made:
-        model().save_pretrained(folder, **options)
-        return Made(folder)
-
-    return make
+def _part_of_a_pipeline(name: str) -> Maker:
+    return lambda folder: Made(_pipeline(folder).path / name)
 
 
-def _in_dtype(folder: Path) -> Made:
-    unet().to(torch.float16).save_pretrained(folder)
-    return Made(folder)
-
-
-def _variant(folder: Path) -> Made:
+def _add_variant(folder: Path) -> None:
     """Write other values in float16 beside the usual file."""
-    unet().save_pretrained(folder)
-    unet().to(torch.float16).save_pretrained(folder, variant="fp16")
-    return Made(folder)
+    _half_unet().save_pretrained(folder, variant="fp16")
 
 
-def _old_names(folder: Path) -> Made:
-    """Write a VAE with the names that attention had before diffusers 0.17."""
-    from safetensors.torch import load_file, save_file
-
-    vae().save_pretrained(folder)
+def _name_as_before_0_17(folder: Path) -> None:
     new = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
-    state = load_file(folder / WEIGHTS)
-    for name, old in new.items():
-        state = {key.replace(f".{name}.", f".{old}."): one for key, one in state.items()}
-    assert any(".query." in key for key in state)
-    save_file(state, folder / WEIGHTS, {"format": "pt"})
-    return Made(folder)
+
+    def rename(state: Tensors) -> Tensors:
+        for name, old in new.items():
+            state = {key.replace(f".{name}.", f".{old}."): one for key, one in state.items()}
+        assert any(".query." in key for key in state)
+        return state
+
+    rewrite(folder / WEIGHTS, rename)
 
 
-def _more_keys(folder: Path) -> Made:
-    from safetensors.torch import load_file, save_file
-
-    unet().save_pretrained(folder)
-    save_file(load_file(folder / WEIGHTS) | {"position_ids": torch.ones(4)}, folder / WEIGHTS)
-    return Made(folder)
+def _add_key(folder: Path) -> None:
+    rewrite(folder / WEIGHTS, lambda state: state | {"position_ids": torch.ones(4)}, None)
 
 
-def _file_beside_index(folder: Path) -> Made:
-    """Write shards and a file of other values: diffusers takes the shards, unlike transformers."""
-    unet().save_pretrained(folder)
+def _drop_weight(folder: Path) -> None:
+    def drop(state: Tensors) -> Tensors:
+        return {key: one for key, one in state.items() if key != "conv_in.weight"}
+
+    rewrite(folder / WEIGHTS, drop, None)
+
+
+def _add_shards(folder: Path) -> None:
+    """Write shards beside a file of other values: diffusers takes the shards, unlike transformers."""
     kept = (folder / WEIGHTS).read_bytes()
     unet().save_pretrained(folder, max_shard_size="100KB")
     (folder / WEIGHTS).write_bytes(kept)
-    return Made(folder)
 
 
-def _missing_key(folder: Path) -> Made:
-    from safetensors.torch import load_file, save_file
-
-    unet().save_pretrained(folder)
-    state = load_file(folder / WEIGHTS)
-    del state["conv_in.weight"]
-    save_file(state, folder / WEIGHTS)
-    return Made(folder)
-
-
-def _unknown_class(folder: Path) -> Made:
-    unet().save_pretrained(folder)
-    edit(folder / "config.json", _class_name="UNetOfTomorrow")
-    return Made(folder)
-
-
-def _quantised(folder: Path) -> Made:
-    unet().save_pretrained(folder)
-    edit(folder / "config.json", quantization_config={"quant_method": "torchao"})
-    return Made(folder)
-
-
-def _safety_checker(folder: Path) -> Made:
-    """Write a model of transformers whose class is in diffusers, beside a pipeline."""
-    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
-
-    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config = transformers().CLIPConfig(
-        text_config=tower | {"num_attention_heads": 2, "vocab_size": 64},
-        vision_config=tower | {"num_attention_heads": 2, "image_size": 16, "patch_size": 8},
-        projection_dim=8,
-    )
-    StableDiffusionSafetyChecker(config).save_pretrained(folder)
-    return Made(folder)
-
-
-def _pipeline(folder: Path) -> Made:
-    return Made(pipeline(folder), {}, is_folder=True)
-
-
-def _part_of_a_pipeline(name: str) -> Callable[[Path], Made]:
-    def make(folder: Path) -> Made:
-        return Made(pipeline(folder) / name)
-
-    return make
-
-
-_RIGHT: Final[dict[str, Callable[[Path], Made]]] = {
+_RIGHT: Final[dict[str, Maker]] = {
     "the unet of a pipeline": _part_of_a_pipeline("unet"),
     "the vae of a pipeline, in float16": _part_of_a_pipeline("vae"),
-    "a unet in float16": _in_dtype,
-    "a unet in shards": _part(unet, max_shard_size="100KB"),
-    "a unet in .bin": _part(unet, safe_serialization=False),
-    "a unet in shards beside a file of other values": _file_beside_index,
-    "attention under its names before diffusers 0.17": _old_names,
-    "keys that no module of diffusers has": _more_keys,
-    "weights that stay in float32, and computed buffers": _part(wan),
-    "positions as a persistent buffer": _part(sd3),
-    "a computed buffer in float64": _part(cogvideo),
+    "a unet in float16": folder_of(_half_unet),
+    "a unet in shards": folder_of(unet, max_shard_size="100KB"),
+    "a unet in .bin": folder_of(unet, safe_serialization=False),
+    "a unet in shards beside a file of other values": folder_of(unet, _add_shards),
+    "attention under its names before diffusers 0.17": folder_of(vae, _name_as_before_0_17),
+    "keys that no module of diffusers has": folder_of(unet, _add_key),
+    "weights that stay in float32, and computed buffers": folder_of(wan),
+    "positions as a persistent buffer": folder_of(sd3),
+    "a computed buffer in float64": folder_of(cogvideo),
 }
+_REFUSED: Final[dict[str, tuple[Maker, str]]] = {
+    "a weight that diffusers would leave without values": (folder_of(unet, _drop_weight), "conv_in.weight"),
+    "a class that diffusers does not have": (folder_of(unet, config(_class_name="UNetOfTomorrow")), "has no model class 'UNetOfTomorrow'"),
+    "a quantised part": (folder_of(unet, config(quantization_config={"quant_method": "torchao"})), "quantised by torchao"),
+}  # fmt: skip
 
 LAYOUTS: Final = [
     *(Layout(name, GROUP, make, NO_FOLDER, packages=PACKAGES) for name, make in _RIGHT.items()),
-    Layout("the variant fp16 of a unet", GROUP, _variant, NO_FOLDER, {"variant": "fp16"}, PACKAGES),
+    Layout("the variant fp16 of a unet", GROUP, folder_of(unet, _add_variant), NO_FOLDER, {"variant": "fp16"}, PACKAGES),
     Layout("the text encoder of a pipeline", GROUP, _part_of_a_pipeline("text_encoder"), packages=PACKAGES),
-    Layout("a class of transformers in diffusers", GROUP, _safety_checker, packages=PACKAGES),
-    Layout(
-        "a whole pipeline", GROUP, _pipeline,
-        refused(r"a diffusers pipeline of 3 models: unet .*.*largest.*: .*unet"), packages=PACKAGES,
+    Layout("a class of transformers in diffusers", GROUP, folder_of(_safety_checker), packages=PACKAGES),
+    Layout("a whole pipeline", GROUP, _pipeline, refused(r"a diffusers pipeline of 3 models: unet .*.*largest.*: .*unet"), packages=PACKAGES),
+    *(
+        Layout(name, GROUP, make, refused(words, all_but("inspect")), packages=PACKAGES)
+        for name, (make, words) in _REFUSED.items()
     ),
-    Layout(
-        "a weight that diffusers would leave without values", GROUP, _missing_key,
-        refused("conv_in.weight", all_but("inspect")), packages=PACKAGES,
-    ),
-    Layout(
-        "a class that diffusers does not have", GROUP, _unknown_class,
-        refused("has no model class 'UNetOfTomorrow'", all_but("inspect")), packages=PACKAGES,
-    ),
-    Layout("a quantised part", GROUP, _quantised, refused("quantised by torchao", all_but("inspect")), packages=PACKAGES),
 ]  # fmt: skip

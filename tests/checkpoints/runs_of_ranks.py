@@ -1,7 +1,5 @@
 """Folders of training runs: the files of all ranks of DeepSpeed and Megatron-LM."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,12 +7,11 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from layouts import NO_FOLDER, Layout, Made, refused
-from small import state
+from layouts import NO_FOLDER, Layout, Made, Maker, refused
+from small import Change, saved, state
 from training_runs import Model, write_megatron, write_universal, write_zero
 
 GROUP: Final = "Training runs of several ranks"
-_STATES: Final = "mp_rank_00_model_states.pt"
 
 
 def _model() -> Model:
@@ -29,18 +26,26 @@ def _model() -> Model:
     return Model(groups, frozen, buffers, {"head.weight": "embed.weight"})
 
 
-def _zero(stage: int, ranks: int, alignment: int = 1) -> Callable[[Path], Made]:
+def _zero(
+    stage: int, ranks: int, change: Change = lambda _: None, alignment: int = 1, model: Callable[[], Model] = _model
+) -> Maker:  # fmt: skip
+    """Return the maker of a run of DeepSpeed; ``change`` changes the folder of its step."""
+
     def make(folder: Path) -> Made:
-        model = _model()
-        write_zero(folder / "run", model, stage, ranks, alignment)
-        return Made(folder / "run", model.truth)
+        made = model()
+        change(write_zero(folder / "run", made, stage, ranks, alignment))
+        return Made(folder / "run", made.truth)
 
     return make
 
 
 def _step(folder: Path) -> Made:
-    model = _model()
-    return Made(write_zero(folder / "run", model, 3, 3), model.truth)
+    made = _zero(3, 3)(folder)
+    return Made(made.path / "global_step10", made.truth)
+
+
+def _half_model() -> Model:
+    return replace(_model(), dtype=torch.float16, frozen={})
 
 
 def _prefixed(folder: Path) -> Made:
@@ -48,12 +53,6 @@ def _prefixed(folder: Path) -> Made:
     groups = [{f"module.{name}": one for name, one in weights.items()}]
     write_zero(folder / "run", Model(groups), 3, 2)
     return Made(folder / "run", weights)
-
-
-def _half(folder: Path) -> Made:
-    model = replace(_model(), dtype=torch.float16, frozen={})
-    write_zero(folder / "run", model, 2, 2)
-    return Made(folder / "run", model.truth)
 
 
 def _without_zero(folder: Path) -> Made:
@@ -67,7 +66,7 @@ def _without_zero(folder: Path) -> Made:
     return Made(folder / "run", stored)
 
 
-def _universal(stage: int) -> Callable[[Path], Made]:
+def _universal(stage: int) -> Maker:
     def make(folder: Path) -> Made:
         model = _model()
         write_universal(folder / "run", model, stage, 3)
@@ -76,29 +75,16 @@ def _universal(stage: int) -> Callable[[Path], Made]:
     return make
 
 
-def _lacks(name: str, ranks: int = 3) -> Callable[[Path], Made]:
-    def make(folder: Path) -> Made:
-        model = _model()
-        (write_zero(folder / "run", model, 3, ranks) / name).unlink()
-        return Made(folder / "run", model.truth)
+def _lacks(pattern: str) -> Change:
+    def change(step: Path) -> None:
+        for file in step.glob(pattern):
+            file.unlink()
 
-    return make
-
-
-def _beside(name: str) -> Callable[[Path], Made]:
-    def make(folder: Path) -> Made:
-        model = _model()
-        torch.save({"weight": torch.ones(2)}, write_zero(folder / "run", model, 2, 2) / name)
-        return Made(folder / "run", model.truth)
-
-    return make
+    return change
 
 
-def _no_optimizer(folder: Path) -> Made:
-    model = _model()
-    for file in write_zero(folder / "run", model, 2, 2).glob("*_optim_states.pt"):
-        file.unlink()
-    return Made(folder / "run", model.truth)
+def _has(name: str) -> Change:
+    return lambda step: torch.save({"weight": torch.ones(2)}, step / name)
 
 
 def _no_step(folder: Path) -> Made:
@@ -107,7 +93,7 @@ def _no_step(folder: Path) -> Made:
     return Made(folder / "run", state())
 
 
-def _megatron(ranks: int) -> Callable[[Path], Made]:
+def _megatron(ranks: int) -> Maker:
     def make(folder: Path) -> Made:
         weights = state(torch.bfloat16)
         write_megatron(folder / "run", [weights] * ranks)
@@ -116,29 +102,21 @@ def _megatron(ranks: int) -> Callable[[Path], Made]:
     return make
 
 
-def _of_torch(name: str, begin: int) -> Callable[[Path], Made]:
+def _of_torch(name: str, begin: int) -> Maker:
     """Return a maker of four rows of a matrix, as HuggingFaceStorageWriter writes them, from row ``begin`` on."""
-
-    def make(folder: Path) -> Made:
-        from safetensors.torch import save_file
-
-        tensors = {"weight": torch.randn(4, 10)}
-        info = json.dumps({"weight": {"saved_offsets": [begin, 0]}})
-        metadata = {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0", "format": "pt"}
-        save_file(tensors, folder / name, metadata)
-        return Made(folder / name, tensors)
-
-    return make
+    info = json.dumps({"weight": {"saved_offsets": [begin, 0]}})
+    metadata = {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0", "format": "pt"}
+    return saved(lambda: {"weight": torch.randn(4, 10)}, name, metadata=metadata)
 
 
 _OF_TORCH: Final = (
     r"a shard of torch's distributed checkpoint \(DCP_SHARDING_INFO in its header\), which may hold only one"
     r" rank's part of each tensor\njoin the shards of all ranks: consolidate_safetensors_files\("
 )
-_READ: Final[dict[str, Callable[[Path], Made]]] = {
+_READ: Final[dict[str, Maker]] = {
     "DeepSpeed ZeRO 1, 3 ranks": _zero(1, 3),
-    "DeepSpeed ZeRO 2, 3 ranks, aligned parameters": _zero(2, 3, 4),
-    "DeepSpeed ZeRO 2, float16": _half,
+    "DeepSpeed ZeRO 2, 3 ranks, aligned parameters": _zero(2, 3, alignment=4),
+    "DeepSpeed ZeRO 2, float16": _zero(2, 2, model=_half_model),
     "DeepSpeed ZeRO 3, 2 ranks": _zero(3, 2),
     "DeepSpeed ZeRO 3, more ranks than elements": _zero(3, 9),
     "DeepSpeed ZeRO 3, the folder of a step": _step,
@@ -147,22 +125,25 @@ _READ: Final[dict[str, Callable[[Path], Made]]] = {
     "a universal checkpoint of ZeRO 3": _universal(3),
     "a file that one rank wrote for all": _of_torch("model-00001-of-00001.safetensors", 0),
 }
-_REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
+_REFUSED: Final[dict[str, tuple[Maker, str]]] = {
     "DeepSpeed ZeRO 3, a rank's weights are missing": (
-        _lacks("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        _zero(3, 3, _lacks("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")),
         r"missing: bf16_zero_pp_rank_1_mp_rank_00_optim_states\.pt\s*copy them here",
     ),
     "DeepSpeed ZeRO 3, a rank's model states are missing": (
-        _lacks(f"zero_pp_rank_2_{_STATES}"), r"missing: zero_pp_rank_2_mp_rank_00_model_states\.pt\s*copy them here",
+        _zero(3, 3, _lacks("zero_pp_rank_2_mp_rank_00_model_states.pt")),
+        r"missing: zero_pp_rank_2_mp_rank_00_model_states\.pt\s*copy them here",
     ),
     "a shard of torch's distributed checkpoint in safetensors": (_of_torch("shard-00001-model-00001-of-00001.safetensors", 4), _OF_TORCH),
     "such a shard whose name says that it is whole": (_of_torch("model-00001-of-00001.safetensors", 10), _OF_TORCH),
     "such a shard that was renamed": (_of_torch("model.safetensors", 0), _OF_TORCH),
-    "DeepSpeed ZeRO 2 without optimizer states": (_no_optimizer, r"has no files \*_optim_states\.pt, where DeepSpeed[\s\S]*--key module"),
-    "DeepSpeed, tensor parallelism": (_beside("mp_rank_01_model_states.pt"), r"tensor parallelism[\s\S]*ds_to_universal"),
-    "DeepSpeed, pipeline parallelism": (_beside("layer_00-model_00-model_states.pt"), r"pipeline parallelism[\s\S]*ds_to_universal"),
+    "DeepSpeed ZeRO 2 without optimizer states": (
+        _zero(2, 2, _lacks("*_optim_states.pt")), r"has no files \*_optim_states\.pt, where DeepSpeed[\s\S]*--key module",
+    ),
+    "DeepSpeed, tensor parallelism": (_zero(2, 2, _has("mp_rank_01_model_states.pt")), r"tensor parallelism[\s\S]*ds_to_universal"),
+    "DeepSpeed, pipeline parallelism": (_zero(2, 2, _has("layer_00-model_00-model_states.pt")), r"pipeline parallelism[\s\S]*ds_to_universal"),
     "DeepSpeed, expert parallelism": (
-        _beside("layer_0_expert_1_mp_rank_00_model_states.pt"), r"expert parallelism[\s\S]*save the experts of all ranks",
+        _zero(2, 2, _has("layer_0_expert_1_mp_rank_00_model_states.pt")), r"expert parallelism[\s\S]*save the experts of all ranks",
     ),
     "a run whose newest step is missing": (_no_step, r"latest names the step global_step20, which is not here\s*copy that folder"),
     "Megatron-LM, one rank": (_megatron(1), r"tools/checkpoint/convert\.py[\s\S]*mp_rank_00/model_optim_rng\.pt\s+--key\s+model"),

@@ -12,13 +12,13 @@ from typing import Any, Final
 import pytest
 import torch
 from cells import CheckpointError, ConfigError, write_merged
-from safetensors.torch import load_file, save_file
-from small import llama, transformers
+from model_differences import state_differences
+from small import FLOATS, edit, llama, rewrite, transformers
 
 from weighin import load_pretrained
 
-FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 DRAWS: Final = int(os.environ.get("WEIGHIN_DRAWS", "40"))
+MATRICES: Final = "adapter_model.safetensors"
 SUFFIXES: Final = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"],
     "gpt2": ["c_attn", "c_proj", "c_fc", "wte", "lm_head"],
@@ -62,27 +62,27 @@ def settings_for(kind: str, draw: random.Random) -> dict[str, Any]:
     return drawn | {key: value for chance, key, value in chances if draw.random() < chance}
 
 
-def changed(config: dict[str, Any], kind: str, draw: random.Random) -> None:
+def change(config: dict[str, Any], kind: str, draw: random.Random) -> None:
     """Change a saved configuration, so that it says something else than the matrices in the file."""
-    one = draw.choice(SUFFIXES[kind])
+    name = draw.choice(SUFFIXES[kind])
     changes: list[Callable[[], object]] = [
         lambda: config.pop("r"),
         lambda: config.pop("lora_alpha"),
         lambda: config.pop("target_modules"),
         lambda: config.update(r=draw.choice((3, 0, -1, "8", 8.0, None))),
         lambda: config.update(lora_alpha=draw.choice((3, 0, "8", None))),
-        lambda: config.update(target_modules=draw.choice(([one], one, "all-linear", [], None))),
+        lambda: config.update(target_modules=draw.choice(([name], name, "all-linear", [], None))),
         lambda: config.update(layers_to_transform=draw.choice(([0], 1, [], [9]))),
-        lambda: config.update(exclude_modules=draw.choice(([one], rf".*{one}", []))),
-        lambda: config.update(rank_pattern={one: draw.choice((2, 3, 8))}),
-        lambda: config.update(alpha_pattern={one: draw.choice((2, 3.5))}),
+        lambda: config.update(exclude_modules=draw.choice(([name], rf".*{name}", []))),
+        lambda: config.update(rank_pattern={name: draw.choice((2, 3, 8))}),
+        lambda: config.update(alpha_pattern={name: draw.choice((2, 3.5))}),
         lambda: config.update(use_rslora=not config.get("use_rslora")),
         lambda: config.update(fan_in_fan_out=not config.get("fan_in_fan_out")),
         lambda: config.update(init_lora_weights=draw.choice((False, True, None))),
         lambda: config.update(task_type=draw.choice((None, "SEQ_CLS", "NONE"))),
     ]
-    for change in draw.sample(changes, draw.choice((0, 1, 1, 2))):
-        change()
+    for one in draw.sample(changes, draw.choice((0, 1, 1, 2))):
+        one()
 
 
 def save_adapter(
@@ -99,13 +99,6 @@ def save_adapter(
     return base, adapter
 
 
-def change(adapter: Path, how: Callable[[dict[str, Any]], object]) -> None:
-    file = adapter / "adapter_config.json"
-    config = json.loads(file.read_text())
-    how(config)
-    file.write_text(json.dumps(config))
-
-
 def draw_adapter(folder: Path, peft: Any, kind: str, draw: random.Random) -> tuple[Path, Path]:
     while True:
         try:
@@ -115,7 +108,9 @@ def draw_adapter(folder: Path, peft: Any, kind: str, draw: random.Random) -> tup
             break
         except ValueError:  # the settings name no module
             continue
-    change(adapter, lambda config: changed(config, kind, draw))
+    file = adapter / "adapter_config.json"
+    change(settings := json.loads(file.read_text()), kind, draw)
+    file.write_text(json.dumps(settings))
     return base, adapter
 
 
@@ -149,10 +144,7 @@ def assert_as_by_peft(peft: Any, kind: Any, base: Path, adapter: Path, dtype: to
     # Some models keep weights in float32; a conversion casts them, too.
     cast = {name: one.to(dtype) for name, one in expected.items()}
     for found, wanted in ((loaded, expected), (torch.load(target), cast)):
-        assert found.keys() == wanted.keys()
-        for name, one in wanted.items():
-            assert found[name].dtype == one.dtype, name
-            assert torch.equal(found[name], one), name
+        assert state_differences(found, wanted) == []
 
 
 pytestmark = [
@@ -172,32 +164,33 @@ def test_a_drawn_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, number:
     assert_as_by_peft(peft, type(model_of(kind)), base, adapter, dtype)
 
 
-NAMED: Final[dict[str, Callable[[dict[str, Any]], object]]] = {
-    "as saved": lambda config: None,
-    "narrow targets": lambda config: config.update(target_modules=["q_proj"]),
-    "another rank": lambda config: config.update(r=4),
-    "no alpha": lambda config: config.pop("lora_alpha"),
-    "no rank": lambda config: config.pop("r"),
-    "rank 0": lambda config: config.update(r=0),
-    "a rank in quotes": lambda config: config.update(r="8"),
-    "one layer": lambda config: config.update(layers_to_transform=[1]),
-    "layer 0": lambda config: config.update(layers_to_transform=0),
-    "an excluded module": lambda config: config.update(exclude_modules=["v_proj"]),
-    "a pattern": lambda config: config.update(target_modules=r".*\.1\.self_attn\.(q|v)_proj"),
-    "all linear layers": lambda config: config.update(target_modules="all-linear"),
-    "another alpha for one module": lambda config: config.update(alpha_pattern={"v_proj": 3}),
-    "another rank for one module": lambda config: config.update(rank_pattern={"v_proj": 2}),
-    "another begin of its training": lambda config: config.update(init_lora_weights="orthogonal"),
+NAMED: Final[dict[str, dict[str, object]]] = {
+    "as saved": {},
+    "narrow targets": {"target_modules": ["q_proj"]},
+    "another rank": {"r": 4},
+    "no alpha": {"lora_alpha": None},
+    "no rank": {"r": None},
+    "rank 0": {"r": 0},
+    "a rank in quotes": {"r": "8"},
+    "one layer": {"layers_to_transform": [1]},
+    "layer 0": {"layers_to_transform": 0},
+    "an excluded module": {"exclude_modules": ["v_proj"]},
+    "a pattern": {"target_modules": r".*\.1\.self_attn\.(q|v)_proj"},
+    "all linear layers": {"target_modules": "all-linear"},
+    "another alpha for one module": {"alpha_pattern": {"v_proj": 3}},
+    "another rank for one module": {"rank_pattern": {"v_proj": 2}},
+    "another begin of its training": {"init_lora_weights": "orthogonal"},
 }
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_changed_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, name: str) -> None:
+    """None removes a key from the adapter's settings."""
     peft = pytest.importorskip("peft", reason="pip install peft")
     model = llama(torch.bfloat16)
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
     base, adapter = save_adapter(tmp_path, peft, model, config)
-    change(adapter, NAMED[name])
+    edit(adapter / "adapter_config.json", **NAMED[name])
     assert_as_by_peft(peft, type(model), base, adapter, torch.bfloat16)
 
 
@@ -215,32 +208,29 @@ def test_an_adapter_of_weights_that_lie_otherwise(tmp_path: Path, name: str) -> 
     assert_as_by_peft(peft, type(model), base, adapter, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (lambda one: (one / "adapter_config.json").unlink(), r"not an adapter of peft: it needs adapter_config\.json"),
-        (lambda one: without_half(one / "adapter_model.safetensors"), "peft fails: the file lacks matrices"),
-        (lambda one: widened(one / "adapter_model.safetensors"), "peft fails: .*size mismatch for .*q_proj"),
-    ],
-    ids=["no configuration", "one matrix of two", "another model's"],
-)  # fmt: skip
-def test_half_an_adapter_or_another_models_is_refused(
-    tmp_path: Path, changes: Callable[[Path], object], message: str
-) -> None:
+HARMS: Final[dict[str, tuple[Callable[[Path], object], str]]] = {
+    "no configuration": (
+        lambda folder: (folder / "adapter_config.json").unlink(), r"not an adapter of peft: it needs adapter_config\.json",
+    ),
+    "one matrix of two": (
+        lambda folder: rewrite(folder / MATRICES, lambda state: {name: one for name, one in state.items() if "lora_A" in name}),
+        "peft fails: the file lacks matrices",
+    ),
+    "another model's": (
+        lambda folder: rewrite(folder / MATRICES, lambda state: {name: one.repeat(2, 2) for name, one in state.items()}),
+        "peft fails: .*size mismatch for .*q_proj",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_half_an_adapter_or_another_models_is_refused(tmp_path: Path, harm: str) -> None:
     peft = pytest.importorskip("peft", reason="pip install peft")
     config = peft.LoraConfig(target_modules=["q_proj"])
     base, adapter = save_adapter(tmp_path, peft, llama(torch.float32), config)
-    changes(adapter)
-    with pytest.raises(CheckpointError, match=message):
+    HARMS[harm][0](adapter)
+    with pytest.raises(CheckpointError, match=HARMS[harm][1]):
         load_pretrained(base, adapter=adapter)
-
-
-def without_half(file: Path) -> None:
-    save_file({name: one for name, one in load_file(file).items() if "lora_A" in name}, file)
-
-
-def widened(file: Path) -> None:
-    save_file({name: one.repeat(2, 2) for name, one in load_file(file).items()}, file)
 
 
 def test_without_peft_an_adapter_is_refused_with_the_package(

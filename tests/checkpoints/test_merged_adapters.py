@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from small import llama
+from model_differences import state_differences
+from small import FLOATS, Tensors, llama, save
 from typed import CommandLine
 
 from weighin import load_pretrained
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = {"hidden_size": 96, "intermediate_size": 160}
 CONFIG: dict[str, Any] = {
     "peft_type": "LORA", "r": 5, "lora_alpha": 7, "bias": "none", "target_modules": ["q_proj"],
@@ -28,39 +27,33 @@ def base_in(folder: Path, **settings: Any) -> Path:
     return folder / "base"
 
 
-def adapter_in(
-    folder: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any
-) -> Path:
+def matrices() -> Tensors:
+    shapes = {"A": (5, 96), "B": (96, 5)}
+    return {f"{PREFIX}.lora_{side}.weight": torch.randn(shape) for side, shape in shapes.items()}
+
+
+def adapter_in(folder: Path, tensors: Tensors | None = None, **changes: Any) -> Path:
     made = folder / "adapter"
     made.mkdir()
     (made / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
-    matrices = {
-        f"{PREFIX}.lora_A.weight": torch.randn(5, 96),
-        f"{PREFIX}.lora_B.weight": torch.randn(96, 5),
-    }
-    save_file(tensors or matrices, made / "adapter_model.safetensors")
+    save(tensors or matrices(), made / "adapter_model.safetensors")
     return made
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_the_product_is_added_in_float32_and_rounded_once(
     tmp_path: Path, dtype: torch.dtype, use_rslora: bool
 ) -> None:
     base = base_in(tmp_path)
-    a, b = torch.randn(5, 96).bfloat16(), torch.randn(96, 5).bfloat16()
-    adapter = adapter_in(
-        tmp_path,
-        {f"{PREFIX}.lora_A.weight": a, f"{PREFIX}.lora_B.weight": b},
-        use_rslora=use_rslora,
-    )
+    halves = {name: one.bfloat16() for name, one in matrices().items()}
+    adapter = adapter_in(tmp_path, halves, use_rslora=use_rslora)
     before = load_pretrained(base, dtype=dtype).state_dict()
     after = load_pretrained(base, dtype=dtype, adapter=adapter).state_dict()
     changed = PREFIX.removeprefix("base_model.model.") + ".weight"
-    scaling = 7 / sqrt(5) if use_rslora else 7 / 5
-    product = (b.float() @ a.float()) * scaling
-    assert torch.equal(after[changed], (before[changed].float() + product).to(dtype))
-    assert all(torch.equal(after[name], before[name]) for name in before if name != changed)
+    a, b = (one.float() for one in halves.values())
+    merged = before[changed].float() + (b @ a) * (7 / sqrt(5) if use_rslora else 7 / 5)
+    assert state_differences(after, before | {changed: merged.to(dtype)}) == []
 
 
 def test_an_adapter_beside_its_model_is_merged_if_it_is_named(tmp_path: Path) -> None:
@@ -69,17 +62,15 @@ def test_an_adapter_beside_its_model_is_merged_if_it_is_named(tmp_path: Path) ->
     for file in adapter.iterdir():
         file.rename(base / file.name)
     found = load_pretrained(base, adapter=base).state_dict()
-    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+    assert state_differences(found, expected) == []
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_merged_weights_are_written_as_they_are_loaded(tmp_path: Path, is_tied: bool) -> None:
     base = base_in(tmp_path, tie_word_embeddings=is_tied)
-    adapter, target = adapter_in(tmp_path), tmp_path / "merged.pt"
+    adapter = adapter_in(tmp_path)
     command = CommandLine(tmp_path, tmp_path / "cache")
     ended = command.run("convert base merged.pt --keys model --dtype bf16 --adapter adapter")
     assert ended.code == 0, ended.err
     expected = load_pretrained(base, dtype=torch.bfloat16, adapter=adapter).state_dict()
-    found = torch.load(target)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+    assert state_differences(torch.load(tmp_path / "merged.pt"), expected) == []

@@ -1,7 +1,5 @@
 """Checkpoints of training runs: the weights lie beside objects of any class, or in storages of their own."""
 
-from __future__ import annotations
-
 import argparse
 import enum
 import random
@@ -12,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from layouts import NO_FOLDER, Layout, Made, all_but, refused
-from small import llama, state
+from layouts import NO_FOLDER, Layout, Made, Maker, all_but, refused
+from small import WEIGHTS, Tensors, llama, saved, state
 
 GROUP: Final = "Checkpoints of training runs"
 
@@ -41,33 +39,28 @@ def _optimizer() -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-def _lightning(tensors: dict[str, Any]) -> dict[str, Any]:
+def _lightning(tensors: Tensors) -> dict[str, Any]:
+    ready, best = (
+        {"current": {"ready": 2}},
+        {"best_model_score": torch.tensor(0.5), "dirpath": "/x"},
+    )
+    settings = Config(act=torch.nn.ReLU(), refs=np.arange(5.0), precision=Precision.MIXED)
     return {
-        "epoch": 2,
-        "global_step": 40,
-        "pytorch-lightning_version": "2.5.0",
-        "state_dict": tensors,
-        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"ready": 2}}}},
-        "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(0.5), "dirpath": "/x"}},
-        "optimizer_states": [_optimizer()],
-        "hyper_parameters": Config(
-            act=torch.nn.ReLU(), refs=np.arange(5.0), precision=Precision.MIXED
-        ),
-    }
+        "epoch": 2, "global_step": 40, "pytorch-lightning_version": "2.5.0", "state_dict": tensors,
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": ready}},
+        "callbacks": {"ModelCheckpoint": best}, "optimizer_states": [_optimizer()], "hyper_parameters": settings,
+    }  # fmt: skip
 
 
-def _fairseq(tensors: dict[str, Any]) -> dict[str, Any]:
+def _fairseq(tensors: Tensors) -> dict[str, Any]:
     return {
-        "args": argparse.Namespace(arch="transformer", lr=[5e-4]),
-        "cfg": None,
-        "model": tensors,
+        "args": argparse.Namespace(arch="transformer", lr=[5e-4]), "cfg": None, "model": tensors,
         "optimizer_history": [{"num_updates": 5}],
-        "extra_state": {"train_iterator": {"epoch": 1}, "best": 3.2},
-        "last_optimizer_state": _optimizer(),
-    }
+        "extra_state": {"train_iterator": {"epoch": 1}, "best": 3.2}, "last_optimizer_state": _optimizer(),
+    }  # fmt: skip
 
 
-def _megatron(tensors: dict[str, Any]) -> dict[str, Any]:
+def _megatron(tensors: Tensors) -> dict[str, Any]:
     rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}
     return {
         "args": argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16),
@@ -78,44 +71,42 @@ def _megatron(tensors: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _nerfstudio(tensors: dict[str, Any]) -> dict[str, Any]:
+def _nerfstudio(tensors: Tensors) -> dict[str, Any]:
     return {
-        "step": np.int64(29999),
-        "pipeline": tensors,
-        "optimizers": {"fields": _optimizer()},
+        "step": np.int64(29999), "pipeline": tensors, "optimizers": {"fields": _optimizer()},
         "scalers": {"scale": np.float64(65536.0)},
-    }
+    }  # fmt: skip
 
 
-def _deepmd(tensors: dict[str, Any]) -> dict[str, Any]:
+def _deepmd(tensors: Tensors) -> dict[str, Any]:
     info = {"lr": np.float64(1e-3), "cutoffs": np.array([6.0, 4.0]), "step": 100}
     return {"model": {**tensors, "_extra_state": {"train_infos": info}}, "optimizer": {}}
 
 
-def _nested(tensors: dict[str, Any]) -> dict[str, Any]:
+def _nested(tensors: Tensors) -> dict[str, Any]:
     functions = {"schedule": partial(max, 1), (1, 2): None, "seen": {3, 4}}
     return {"run": functions, "state": {"step": 3, "net.ema": tensors}}
 
 
-def _average(tensors: dict[str, Any]) -> dict[str, Any]:
+def _average(tensors: Tensors) -> dict[str, Any]:
     return {"model": {**tensors, "average": Average(dict(tensors))}}
 
 
 def _beside(
-    make: Callable[[dict[str, Any]], dict[str, Any]], **saving: Any
-) -> Callable[[Path], Made]:
+    make: Callable[[Tensors], dict[str, Any]], name: str = "last.ckpt", **saving: Any
+) -> Maker:
+    """Return the maker of a file of what ``make`` puts around the weights."""
+
     def made(folder: Path) -> Made:
         tensors = state()
-        torch.save(make(dict(tensors)), folder / "last.ckpt", **saving)
-        return Made(folder / "last.ckpt", tensors)
+        torch.save(make(dict(tensors)), folder / name, **saving)
+        return Made(folder / name, tensors)
 
     return made
 
 
-def _extra_state(folder: Path) -> Made:
-    tensors = state()
-    torch.save({**tensors, "block._extra_state": {"scale": np.float32(2.0)}}, folder / "model.pt")
-    return Made(folder / "model.pt", tensors)
+def _extra_state(tensors: Tensors) -> dict[str, Any]:
+    return {**tensors, "block._extra_state": {"scale": np.float32(2.0)}}
 
 
 def _arrays(folder: Path) -> Made:
@@ -139,16 +130,18 @@ def _torch_dist(folder: Path) -> Made:
 def _in_a_folder(folder: Path) -> Made:
     model = llama()
     model.save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    tensors = model.state_dict()
-    torch.save(
-        {"args": argparse.Namespace(lr=1), "state_dict": tensors}, folder / "pytorch_model.bin"
-    )
-    return Made(folder, tensors, is_folder=True)
+    (folder / WEIGHTS).unlink()
+    saved_as = {"args": argparse.Namespace(lr=1), "state_dict": model.state_dict()}
+    torch.save(saved_as, folder / "pytorch_model.bin")
+    return Made(folder, model.state_dict(), is_folder=True)
+
+
+def _empty() -> Tensors:
+    return {name: torch.empty(0) for name in state()}
 
 
 def _zero_3(folder: Path) -> Made:
-    empty = {name: torch.empty(0) for name in state()}
+    empty = _empty()
     states = {"module": empty, "param_shapes": [{"a": torch.Size([2])}], "ds_version": "0.16.0"}
     torch.save(states, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     flat = {"optimizer_state_dict": {"zero_stage": 3, "fp32_flat_groups": [torch.ones(9)]}}
@@ -156,36 +149,20 @@ def _zero_3(folder: Path) -> Made:
     return Made(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", empty)
 
 
-def _empty(folder: Path) -> Made:
-    empty = {name: torch.empty(0) for name in state()}
-    torch.save(empty, folder / "model.pt")
-    return Made(folder / "model.pt", empty)
+def _slice() -> Tensors:
+    return {"block.weight": torch.randn(64, 16, 16)[3], "block.bias": torch.randn(16)}
 
 
-def _slice(folder: Path) -> Made:
-    tensors = {"block.weight": torch.randn(64, 16, 16)[3], "block.bias": torch.randn(16)}
-    torch.save(tensors, folder / "model.pt")
-    return Made(folder / "model.pt", tensors)
+def _slices_of_one() -> Tensors:
+    parts = zip("qkv", torch.randn(48, 16).chunk(3), strict=True)
+    return {f"attention.{name}.weight": one for name, one in parts}
 
 
-def _slices_of_one(folder: Path) -> Made:
-    fused = torch.randn(48, 16)
-    tensors = {
-        f"attention.{name}.weight": one for name, one in zip("qkv", fused.chunk(3), strict=True)
-    }
-    torch.save(tensors, folder / "model.pt")
-    return Made(folder / "model.pt", tensors)
+def _expanded() -> Tensors:
+    return {"block.weight": torch.randn(1, 16).expand(64, 16), "block.bias": torch.randn(64)}
 
 
-def _expanded(folder: Path) -> Made:
-    tensors = {"block.weight": torch.randn(1, 16).expand(64, 16), "block.bias": torch.randn(64)}
-    torch.save(tensors, folder / "model.pt")
-    return Made(folder / "model.pt", tensors)
-
-
-def _with_key(
-    name: str, make: Callable[[Path], Made], key: str, strip_prefix: str = ""
-) -> list[Layout]:
+def _with_key(name: str, make: Maker, key: str, strip_prefix: str = "") -> list[Layout]:
     """Return the layout with its key, and without it, which is refused with the key that works."""
     options = {"key": key} | ({"strip_prefix": strip_prefix} if strip_prefix else {})
     words = rf"(not a flat state dict|NOT executed).*\n.*--key {key} \("
@@ -207,7 +184,7 @@ LAYOUTS: Final = [
     *_with_key("a training checkpoint of torch before 1.6", _beside(_lightning, _use_new_zipfile_serialization=False), "state_dict"),
     *_with_key("a training checkpoint in pickle protocol 4", _beside(_lightning, pickle_protocol=4), "state_dict"),
     *_with_key("Megatron-Core, torch_dist", _torch_dist, "model", "decoder."),
-    Layout("a state dict with an extra state", GROUP, _extra_state, NO_FOLDER),
+    Layout("a state dict with an extra state", GROUP, _beside(_extra_state, "model.pt"), NO_FOLDER),
     Layout(
         "a training checkpoint in a folder of transformers", GROUP, _in_a_folder,
         refused(_IN_FOLDER, ("streaming", "transformers", "baseline", "predict", "recommend")), {"key": "state_dict"},
@@ -221,8 +198,8 @@ LAYOUTS: Final = [
         "model states of ZeRO-3", GROUP, _zero_3,
         refused(r"all tensors are empty: ZeRO-3 keeps the weights in \*_optim_states\.pt\n.*the folder"),
     ),
-    Layout("empty tensors", GROUP, _empty, refused("all tensors have 0 elements.*\n.*gather", all_but("load"))),
-    Layout("a slice of a large storage", GROUP, _slice, NO_FOLDER),
-    Layout("three slices of one storage", GROUP, _slices_of_one, NO_FOLDER),
-    Layout("an expanded tensor", GROUP, _expanded, NO_FOLDER),
+    Layout("empty tensors", GROUP, saved(_empty), refused("all tensors have 0 elements.*\n.*gather", all_but("load"))),
+    Layout("a slice of a large storage", GROUP, saved(_slice), NO_FOLDER),
+    Layout("three slices of one storage", GROUP, saved(_slices_of_one), NO_FOLDER),
+    Layout("an expanded tensor", GROUP, saved(_expanded), NO_FOLDER),
 ]  # fmt: skip

@@ -1,15 +1,13 @@
 """Try a layout with every verb, and judge each answer: right, refused, or wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -34,10 +32,7 @@ import compared
 compared.warm_up()
 """
 _MAIN: Final = "import runpy; runpy.run_module('weighin', run_name='__main__')"
-_MAKE: Final = "import compared, sys; compared.make(*sys.argv[1:])"
-_LOAD: Final = "import compared, sys; compared.load(*sys.argv[1:])"
-_RECOMMENDED: Final = "import compared; compared.recommended()"
-_CONVERTED: Final = "import compared, sys; compared.converted(*sys.argv[1:])"
+_COMPARED: Final = "import compared, sys; getattr(compared, sys.argv[1])(*sys.argv[2:])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,55 +59,47 @@ def server(cache: str | None = None, *, zoo: bool = False) -> Iterator[ForkServe
     variables = {"WEIGHIN_CACHE": cache, "WEIGHIN_LOCK": f"{cache}/lock"} if cache else {}
     setup = f"import os; os.environ.update({variables!r})\n"
     python = _ZOO if zoo and _ZOO.exists() else sys.executable
-    started = ForkServer(setup + _SETUP, python=python)
-    try:
+    with closing(ForkServer(setup + _SETUP, python=python)) as started:
         yield started
-    finally:
-        started.close()
 
 
 def tried(
-    layout: Layout, folder: Path, forks: ForkServer, verbs: Iterable[str] = VERBS
+    layout: Layout, folder: Path, forks: ForkServer, verbs: Sequence[str] = VERBS
 ) -> dict[str, Verdict]:
     """Make a layout in ``folder``, run the verbs over it, and return what came of each.
 
     Raises:
         Missing: a package that the layout needs is not installed.
     """
-    made = forks.run(_MAKE, layout.name, folder=folder, timeout_s=300)
+    made = forks.run(_COMPARED, "make", layout.name, folder=folder, timeout_s=300)
     if made.returncode:
         if missing := re.search(r"No module named '(\w+)", made.stderr):
             raise Missing(missing[1])
         return {verb: Verdict("WRONG", f"cannot be made: {made.stderr}") for verb in verbs}
     found = json.loads((folder / "made.json").read_text())
     run = _Run(layout, folder, forks, found["path"], found["is_folder"])
-    verdicts = {}
-    answers: dict[str, Verdict] = {}
-    for verb in verbs:
-        if verb in STRATEGIES:
-            answers = answers or run.bench()
-            verdict = answers[verb]
-        else:
-            verdict = getattr(run, verb)()
-        verdicts[verb] = _expected(layout, verb, verdict)
-    return verdicts
+    benched = run.bench() if any(verb in STRATEGIES for verb in verbs) else {}
+    return {
+        verb: _expected(layout, verb, benched[verb] if verb in benched else getattr(run, verb)())
+        for verb in verbs
+    }
 
 
 def _expected(layout: Layout, verb: str, verdict: Verdict) -> Verdict:
     """Return the verdict, or WRONG if it is not what the layout says."""
-    pattern = layout.refused.get(verb)
+    pattern, note = layout.refused.get(verb), layout.notes.get(verb, "")
+    wrong = ""
     if verdict.state == "refused":
         if pattern is None:
-            return Verdict("WRONG", f"refused: {verdict.words}")
-        if not re.search(pattern, verdict.words, re.DOTALL):
-            return Verdict("WRONG", f"refused, but not with {pattern!r}: {verdict.words}")
-    if verdict.state == "right":
+            wrong = "refused"
+        elif not re.search(pattern, verdict.words, re.DOTALL):
+            wrong = f"refused, but not with {pattern!r}"
+    elif verdict.state == "right":
         if pattern is not None:
-            return Verdict("WRONG", f"taken, and should be refused: {verdict.words}")
-        note = layout.notes.get(verb)
-        if note and not re.search(note, verdict.words, re.DOTALL):
-            return Verdict("WRONG", f"does not say {note!r}: {verdict.words}")
-    return verdict
+            wrong = "taken, and should be refused"
+        elif not re.search(note, verdict.words, re.DOTALL):
+            wrong = f"does not say {note!r}"
+    return Verdict("WRONG", f"{wrong}: {verdict.words}") if wrong else verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +132,8 @@ class _Run:
 
     def bench(self) -> dict[str, Verdict]:
         shutil.rmtree(self.folder / "run", ignore_errors=True)
-        ended = self._cli(
-            *("bench", "--isolation", "process", "--out", "run", "--set", "wait=true"),
-            *("--strategies", ",".join(STRATEGIES)),
-        )
+        options = ["--isolation", "process", "--out", "run", "--set", "wait=true", "--strategies"]
+        ended = self._cli("bench", *options, ",".join(STRATEGIES))
         path = self.folder / "run" / "records.jsonl"
         if not path.exists():
             verdict = _not_right(ended) or Verdict("WRONG", f"no record: {_words(ended)}")
@@ -163,9 +148,7 @@ class _Run:
         return verdicts
 
     def predict(self) -> Verdict:
-        ended = self._cli(
-            "predict", "--strategies", ",".join(STRATEGIES), "--json", "predicted.json"
-        )
+        ended = self._cli("predict", "--strategies", ",".join(STRATEGIES), "--json", "out.json")
         return _not_right(ended) or Verdict("right", _words(ended))
 
     def recommend(self) -> Verdict:
@@ -181,19 +164,29 @@ class _Run:
             saved = self.forks.run(_MAIN, *shlex.split(advised[1]), folder=self.folder)
             if verdict := _not_right(saved):
                 return verdict
-        return _compared(self.forks.run(_RECOMMENDED, folder=self.folder), _words(ended))
+        return self._compared("recommended", _words(ended))
 
     def convert(self) -> Verdict:
         keys = ("--keys", "model") if self.is_folder else ()
         ended = self._cli("convert", "converted.safetensors", *keys)
         if verdict := _not_right(ended):
             return verdict
-        return _compared(self.forks.run(_CONVERTED, folder=self.folder), _words(ended))
+        return self._compared("converted", _words(ended))
 
     def load(self) -> Verdict:
-        return _compared(
-            self.forks.run(_LOAD, self.layout.name, folder=self.folder, timeout_s=300), ""
-        )
+        return self._compared("load", "", self.layout.name)
+
+    def _compared(self, function: str, words: str, *arguments: str) -> Verdict:
+        """Return the verdict on a comparison of ``compared.py``, which prints JSON."""
+        ended = self.forks.run(_COMPARED, function, *arguments, folder=self.folder, timeout_s=300)
+        if ended.returncode:
+            return Verdict("WRONG", ended.stderr[-2000:])
+        answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        if "refused" in answer:
+            return Verdict("refused", answer["refused"])
+        if answer["differences"]:
+            return Verdict("WRONG", "; ".join(answer["differences"][:5]))
+        return Verdict("right", "\n".join([words, *answer["said"]]).strip())
 
 
 def _not_right(ended: CompletedProcess[str]) -> Verdict | None:
@@ -213,25 +206,7 @@ def _words(ended: CompletedProcess[str]) -> str:
     return text[at:] if at >= 0 and ended.returncode else text
 
 
-def _compared(ended: CompletedProcess[str], words: str) -> Verdict:
-    """Return the verdict on a comparison of ``compared.py``, which prints JSON."""
-    if ended.returncode:
-        return Verdict("WRONG", ended.stderr[-2000:])
-    answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    if "refused" in answer:
-        return Verdict("refused", answer["refused"])
-    if answer["differences"]:
-        return Verdict("WRONG", "; ".join(answer["differences"][:5]))
-    return Verdict("right", "\n".join([words, *answer["said"]]).strip())
-
-
 def _differ(found: dict[str, Any], truth: dict[str, Any]) -> Verdict:
-    names = sorted(
-        name for name in found.keys() | truth.keys() if found.get(name) != truth.get(name)
-    )
+    names = [name for name in found | truth if found.get(name) != truth.get(name)]
     shown = [f"{name} is {found.get(name)}, not {truth.get(name)}" for name in names[:3]]
     return Verdict("WRONG", f"{len(names)} tensors differ: " + "; ".join(shown))
-
-
-if __name__ == "__main__":
-    sys.exit("run python tests/checkpoints")
