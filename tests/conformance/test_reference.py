@@ -39,35 +39,10 @@ class Model(nn.Module):
         self.number = 1.5
 
 
-def _wrong_byte(model: Model) -> None:
-    model.first.weight.data.view(torch.uint8)[2, 7] ^= 1
-
-
-def _lost_tie(model: Model) -> None:
-    model.last.weight = nn.Parameter(model.first.weight.detach().clone())
-
-
-def _lost_object(model: Model) -> None:
-    model.last.weight = nn.Parameter(model.first.weight.detach())
-
-
-def _new_tie(model: Model) -> None:
-    model.plain = model.table[0, :2].fill_(1)
-
-
-def _other_stride(model: Model) -> None:
-    model.table.data = model.table.t().contiguous().t()
-
-
 def _lost_hook(model: Model) -> None:
     new: Any = nn.Parameter(model.first.bias.detach())
     new.axis = 1
     model.first.bias, model.kept = new, [new]
-
-
-def _lost_attribute(model: Model) -> None:
-    bias: Any = model.first.bias
-    del bias.axis
 
 
 def _other_place(model: Model) -> None:
@@ -75,29 +50,25 @@ def _other_place(model: Model) -> None:
     model.row[0] = 3
 
 
-def _replaced_in_list(model: Model) -> None:
-    model.kept = [model.first.bias.detach().clone().requires_grad_()]
-
-
 PLANTED: dict[str, tuple[Callable[[Model], object], str]] = {
-    "wrong byte": (_wrong_byte, "other values"),
-    "lost tie": (_lost_tie, "same object is shared no more"),
-    "same memory, other object": (_lost_object, "same object is shared no more"),
-    "new tie": (_new_tie, "memory is shared now"),
+    "wrong byte": (lambda model: model.first.weight.data.view(torch.uint8)[2, 7].bitwise_xor_(1), "other values"),
+    "lost tie": (lambda model: setattr(model.last, "weight", nn.Parameter(model.first.weight.detach().clone())), "same object is shared no more"),
+    "same memory, other object": (lambda model: setattr(model.last, "weight", nn.Parameter(model.first.weight.detach())), "same object is shared no more"),
+    "new tie": (lambda model: setattr(model, "plain", model.table[0, :2].fill_(1)), "memory is shared now"),
     "lost buffer": (lambda model: model._buffers.pop("table"), "lost .*table"),
     "buffer became persistent": (lambda model: model._non_persistent_buffers_set.clear(), "non-persistent"),
     "buffer became None": (lambda model: setattr(model, "table", None), "NoneType"),
-    "other stride": (_other_stride, "stride is"),
+    "other stride": (lambda model: setattr(model.table, "data", model.table.t().contiguous().t()), "stride is"),
     "requires_grad": (lambda model: model.first.bias.requires_grad_(False), "requires_grad is"),
     "dtype": (lambda model: model.to(torch.float64), "dtype is"),
     "meta device": (lambda model: setattr(model, "plain", torch.ones(2, device="meta")), "meta"),
     "other class of parameter": (lambda model: setattr(model, "row", nn.Parameter(model.row)), "lost .*row"),
     "lost gradient hook": (_lost_hook, "gradient of"),
-    "lost attribute": (_lost_attribute, "attributes are"),
+    "lost attribute": (lambda model: delattr(model.first.bias, "axis"), "attributes are"),
     "plain tensor": (lambda model: model.plain.add_(1), "plain: other values"),
     "plain number": (lambda model: setattr(model, "number", 2.5), "2.5, not 1.5"),
     "view of another place": (_other_place, "memory is shared no more"),
-    "list holds another object": (_replaced_in_list, "same object is shared no more"),
+    "list holds another object": (lambda model: setattr(model, "kept", [model.first.bias.detach().clone().requires_grad_()]), "same object is shared no more"),
     "training": (lambda model: model.first.eval(), "training is False"),
     "negative zero": (lambda model: model.table[0].neg_().abs_().neg_(), "other values"),
 }  # fmt: skip

@@ -85,7 +85,6 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
     """Yield each change of one node: the node to replace, its replacement, and the kind."""
     yield from _other_values(node)
     yield from _other_ways(node)
-    yield from _without(node)
 
 
 def _other_values(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
@@ -95,11 +94,8 @@ def _other_values(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
         case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in _ARITHMETIC:
             yield node, _with(node, op=_ARITHMETIC[type(op)]()), "arithmetic"
         case ast.BoolOp(op=op):
-            yield (
-                node,
-                _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And()),
-                "boolean",
-            )
+            other = ast.Or() if isinstance(op, ast.And) else ast.And()
+            yield node, _with(node, op=other), "boolean"
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield node, operand, "boolean"
         case ast.Constant(value=bool(value)):
@@ -119,20 +115,17 @@ def _other_ways(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
             yield node, orelse, "choice"
         case ast.If(test=ast.Name() | ast.Call() | ast.Attribute() as test):
             yield test, ast.UnaryOp(ast.Not(), test), "condition"
-        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+        case ast.Return(value=ast.expr() as one) if ast.unparse(one) != "None":
             yield node, ast.Return(ast.Constant(None)), "return"
-
-
-def _without(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str]]:
-    match node:
-        case ast.Tuple(elts=parts, ctx=ast.Load()) | ast.List(elts=parts, ctx=ast.Load()) if parts[
-            1:
-        ]:
-            for index in range(len(parts)):
-                yield node, _with(node, elts=parts[:index] + parts[index + 1 :]), "element"
-        case ast.Dict(keys=keys, values=values) if keys[1:]:
-            for index in range(len(keys)):
-                rest = keys[:index] + keys[index + 1 :], values[:index] + values[index + 1 :]
+        case (
+            ast.Tuple(elts=[_, _, *_] as parts, ctx=ast.Load())
+            | ast.List(elts=[_, _, *_] as parts, ctx=ast.Load())
+        ):
+            for at in range(len(parts)):
+                yield node, _with(node, elts=parts[:at] + parts[at + 1 :]), "element"
+        case ast.Dict(keys=[_, _, *_] as keys, values=values):
+            for at in range(len(keys)):
+                rest = keys[:at] + keys[at + 1 :], values[:at] + values[at + 1 :]
                 yield node, ast.Dict(*rest), "element"
         case ast.Expr() | ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break():
             yield node, ast.Pass(), "deletion"
