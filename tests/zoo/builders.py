@@ -18,12 +18,26 @@ _VIDEO = {"s3d": (16, 224), "mvit": (16, 224), "r3d": (4, 64), "mc3": (4, 64), "
 _PIXELS = 64  # of images for models that are not named above
 
 
+def vision_models() -> Any:
+    """Return torchvision's models, also where its build does not fit torch's."""
+    import torchvision.ops.boxes
+
+    if not torchvision.extension._has_ops():
+        torchvision.ops.boxes._assert_has_ops = lambda: None
+    return torchvision.models
+
+
+@cache
+def _info(name: str) -> Any:
+    from torch.testing._internal.common_modules import module_db
+
+    return next(info for info in module_db if info.name == name)
+
+
 @cache
 def module_inputs(name: str) -> list[Any]:
     """Return one input of torch's tests for each set of constructor arguments of this module."""
-    from torch.testing._internal.common_modules import module_db
-
-    info = next(info for info in module_db if info.name == name)
+    info = _info(name)
     found: dict[str, Any] = {}
     with torch.random.fork_rng():
         for training in (False, True):
@@ -36,19 +50,12 @@ def module_inputs(name: str) -> list[Any]:
     return list(found.values())
 
 
-@cache
-def module_class(name: str) -> type[nn.Module]:
-    from torch.testing._internal.common_modules import module_db
-
-    found: type[nn.Module] = next(info.module_cls for info in module_db if info.name == name)
-    return found
-
-
 def from_module_db(name: str, number: int) -> nn.Module:
     """Return a module of torch's own tests, constructed with one of their sets of arguments."""
     # Tensors among the arguments become the module's own, so each module gets copies.
     ways = copy.deepcopy(module_inputs(name)[number].constructor_input)
-    return module_class(name)(*ways.args, **ways.kwargs)
+    module: nn.Module = _info(name).module_cls(*ways.args, **ways.kwargs)
+    return module
 
 
 class Pair(nn.Module):
@@ -70,9 +77,7 @@ def pair_of(name: str, number: int) -> nn.Module:
 
 def from_torchvision(name: str) -> nn.Module:
     """Return a model of torchvision with its constructor's values."""
-    from vision import models
-
-    builder = models.get_model_builder(name)
+    builder = vision_models().get_model_builder(name)
     known = inspect.signature(builder).parameters
     options: dict[str, Any] = {"weights": None, "weights_backbone": None, "quantize": False}
     model: nn.Module = builder(**{key: options[key] for key in options if key in known})
@@ -81,9 +86,7 @@ def from_torchvision(name: str) -> nn.Module:
 
 def small_vit() -> nn.Module:
     """Return a vision transformer of torchvision, small enough for tests."""
-    from vision import models
-
-    model: nn.Module = models.VisionTransformer(
+    model: nn.Module = vision_models().VisionTransformer(
         image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=128
     )
     return model
@@ -100,9 +103,7 @@ def forward_input(kind: str, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _vision_input(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    from vision import models
-
-    family = models.get_model_builder(name).__module__.split(".")[2]
+    family = vision_models().get_model_builder(name).__module__.split(".")[2]
     if family == "video":
         frames, pixels = next(size for key, size in _VIDEO.items() if name.startswith(key))
         return (_image(frames, pixels, pixels),), {}

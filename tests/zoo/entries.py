@@ -7,6 +7,7 @@ from typing import Any
 import builders
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 FITS_BYTES = 400 * 1024**2  # the largest size of a model's parameters
 _FEW_BYTES = 20 * 1024**2  # up to this size, a model is tested in every way
@@ -31,8 +32,12 @@ class Case:
 
     def inputs(self, dtype: torch.dtype | None = None) -> Any:
         """Return the arguments of a forward pass, with floating-point tensors of ``dtype``."""
-        given = builders.forward_input(self.builder, **self.kwargs)
-        return given if given is None or dtype is None else _converted(given, dtype)
+
+        def converted(one: Any) -> Any:
+            is_float = isinstance(one, torch.Tensor) and one.is_floating_point()
+            return one.to(dtype) if is_float and dtype else one
+
+        return tree_map(converted, builders.forward_input(self.builder, **self.kwargs))
 
     def donor(self) -> nn.Module:
         """Return the model to save, whose values differ from those of ``build(0)``."""
@@ -58,16 +63,6 @@ def _disturb(tensor: torch.Tensor) -> None:
         flat.mul_(0.95).add_(noise.sub_(0.5), alpha=0.001)
     elif tensor.dtype == torch.int64 and tensor.ndim == 0:
         tensor.fill_(7)  # a batch norm's number of batches
-
-
-def _converted(given: Any, dtype: torch.dtype) -> Any:
-    if isinstance(given, torch.Tensor):
-        return given.to(dtype) if given.is_floating_point() else given
-    if isinstance(given, dict):
-        return {key: _converted(value, dtype) for key, value in given.items()}
-    if isinstance(given, list | tuple):
-        return type(given)(_converted(value, dtype) for value in given)
-    return given
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -121,25 +116,16 @@ def module_names() -> list[str]:
 
 
 def vision_cases() -> list[Case]:
-    """Return a case for every architecture of torchvision up to ``FITS_BYTES``."""
-    sizes = {name: vision_bytes(name) for name in vision_names()}
+    """Return a case for every architecture of torchvision up to ``FITS_BYTES``, by its metadata."""
+    models = builders.vision_models()
+
+    def size(name: str) -> int:
+        weights = next(iter(models.get_model_weights(name)))
+        return int(weights.meta["num_params"]) * 4
+
+    names = sorted(models.list_models(), key=size)
     return [Case("small_vit", "torchvision", "small_vit")] + [
         Case(name, "torchvision", "from_torchvision", {"name": name})
-        for name in sorted(sizes, key=lambda name: sizes[name])
-        if sizes[name] <= FITS_BYTES
+        for name in names
+        if size(name) <= FITS_BYTES
     ]
-
-
-def vision_names() -> list[str]:
-    from vision import models
-
-    found: list[str] = models.list_models()
-    return found
-
-
-def vision_bytes(name: str) -> int:
-    """Return the size in bytes of an architecture's parameters, from torchvision's metadata."""
-    from vision import models
-
-    weights = next(iter(models.get_model_weights(name)))
-    return int(weights.meta["num_params"]) * 4

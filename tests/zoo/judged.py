@@ -5,6 +5,7 @@ builder. The worker's checks run in this process, without an isolation.
 """
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -90,12 +91,14 @@ def truth(case: Case, pt: Path, fmt: str, folder: Path) -> Truth:
     folder.mkdir()
     threads = torch.get_num_threads()
     try:
-        builder = f"builders:{case.builder}"
-        spec = ModelSpec(case.label, builder, case.kwargs)
-        made = index(spec, checkpoint=pt, fmt=fmt, folder=folder)
+        made = index(_spec(case), checkpoint=pt, fmt=fmt, folder=folder)
     finally:
         torch.set_num_threads(threads)
     return Truth(pt if fmt == "pt" else layouts.checkpoint_in(folder, fmt), made)
+
+
+def _spec(case: Case) -> ModelSpec:
+    return ModelSpec(case.label, f"builders:{case.builder}", case.kwargs)
 
 
 def _try_strategy(
@@ -141,7 +144,7 @@ def _reasons(case: Case, folder: Path) -> Iterator[tuple[str, str]]:
 
     def by_safetensors() -> (
         None
-    ):  # it takes the shared count of a tied batch norm for unexpected (0.8)
+    ):  # takes the shared count of a tied batch norm for unexpected (0.8)
         save_model(case.donor(), str(folder / "own.safetensors"))
         load_model(case.build(0), folder / "own.safetensors")
 
@@ -159,11 +162,9 @@ def _reasons(case: Case, folder: Path) -> Iterator[tuple[str, str]]:
 def _is_finite(case: Case) -> bool:
     """Tell whether the model gives finite values when torch itself loads it; some losses do not."""
     inputs = builders.example_inputs(**case.kwargs) if case.family != "torchvision" else ()
-    if not inputs:
-        return True
-    right = case.donor()
     try:
-        loading.check_forward(right, Inputs(inputs))
+        if inputs:
+            loading.check_forward(case.donor(), Inputs(inputs))
     except loading.WrongWeights:
         return False
     except RuntimeError:  # its buffers have another dtype than its inputs until they are converted
@@ -182,7 +183,7 @@ def _load(case: Case, truth: Truth, dtype: torch.dtype) -> Load:
         device=torch.device("cpu"),
         dtype=dtype,
         options={},
-        _model=ModelSpec(case.label, f"builders:{case.builder}", case.kwargs),
+        _model=_spec(case),
         _builder=getattr(builders, case.builder),
         _marks=SimpleNamespace(phase=lambda _: nullcontext()),
     )
@@ -270,16 +271,10 @@ def _wrong_byte(checkpoint: Path) -> Iterator[None]:
     # The last byte of an element: a conversion of the dtype may discard a change in the first.
     at = one.offset + one.nbytes // one.dtype.itemsize // 2 * one.dtype.itemsize
     at += one.dtype.itemsize - 1
-    _flip(one.file, at)
-    try:
-        yield
-    finally:
-        _flip(one.file, at)
-
-
-def _flip(file: Path, at: int) -> None:
-    with file.open("r+b", buffering=0) as opened:
-        opened.seek(at)
-        byte = opened.read(1)[0]
-        opened.seek(at)
-        opened.write(bytes([byte ^ 1]))
+    with one.file.open("r+b", buffering=0) as opened:
+        right = os.pread(opened.fileno(), 1, at)
+        os.pwrite(opened.fileno(), bytes([right[0] ^ 1]), at)
+        try:
+            yield
+        finally:
+            os.pwrite(opened.fileno(), right, at)

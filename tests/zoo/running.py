@@ -1,6 +1,7 @@
 """Test one model in a process of its own, so that a crash or a global setting affects no other model."""
 
 import multiprocessing
+import pickle
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,17 @@ class Tried:
     judged: list[Outcome] = field(default_factory=list)
     model_bytes: int = 0
     seconds: float = 0.0
+
+
+def kept(path: Path) -> dict[str, Tried]:
+    """Return the results in a file to which they were pickled one after the other, by label."""
+    found: dict[str, Tried] = {}
+    if path.exists():
+        with path.open("rb") as file:
+            while file.peek(1):
+                one: Tried = pickle.load(file)
+                found[one.case.label] = one
+    return found
 
 
 def run(case: Case, turn: int, *, quick: bool = False) -> Tried:

@@ -5,15 +5,13 @@ process of its own, because torch's test code and torchvision change settings of
 imports them.
 """
 
-import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from nightly import by_day
-from running import Tried
+from running import Tried, kept
 from table import BAD
 
 MODULES = (
@@ -37,7 +35,8 @@ BY_DAY = (
     "nn.LinearCrossEntropyLoss[2]", "nn.TransformerDecoderLayer[0]", "nn.LSTM[5]",
     "pair of nn.BatchNorm1d", "pair of nn.Linear", "small_vit", "googlenet",
 )  # fmt: skip
-PYTHON = Path(__file__).parents[2] / ".venv-zoo" / "bin" / "python"
+ZOO = Path(__file__).parent
+PYTHON = ZOO.parents[1] / ".venv-zoo" / "bin" / "python"
 HAS_VISION = PYTHON.exists()
 LABELS = by_day((*MODULES, *VISION), *BY_DAY)
 
@@ -45,38 +44,27 @@ LABELS = by_day((*MODULES, *VISION), *BY_DAY)
 @pytest.fixture(scope="module")
 def sample(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Tried]]:
+) -> dict[str, Tried]:
     """What was tried of the models whose tests are selected."""
-    kept = tmp_path_factory.mktemp("zoo") / "kept"
+    file = tmp_path_factory.mktemp("zoo") / "kept"
     selected = [item for item in request.session.items if item.path == request.path]
     chosen = {item.callspec.params["label"] for item in selected if hasattr(item, "callspec")}
     known = (*MODULES, *(VISION if HAS_VISION else ()))
     labels = ",".join(label for label in known if label in (chosen or BY_DAY))
-    command = [str(PYTHON if HAS_VISION else sys.executable), "-W", "ignore"]
-    command += [str(Path(__file__).parent), "--exactly", labels]
-    ended = subprocess.run(
-        [*command, "--quick", "--keep", str(kept)], check=False, capture_output=True, text=True
-    )
+    command = [str(PYTHON if HAS_VISION else sys.executable), "-W", "ignore", str(ZOO)]
+    command += ["--exactly", labels, "--quick", "--keep", str(file)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode in (0, 1), ended.stderr
-    tried: dict[str, Tried] = {}
-    with kept.open("rb") as file:
-        while file.peek(1):
-            one: Tried = pickle.load(file)
-            tried[one.case.label] = one
-    yield tried
-
-
-def of(label: str, sample: dict[str, Tried]) -> Tried:
-    if label in VISION and not HAS_VISION:
-        pytest.skip("needs torchvision: make .venv-zoo/ready")
-    return sample[label]
+    return kept(file)
 
 
 @pytest.mark.parametrize("label", LABELS)
 def test_loads_equal_torchs_own_or_are_refused_and_planted_faults_are_found(
     label: str, sample: dict[str, Tried]
 ) -> None:
-    tried = of(label, sample)
+    if label in VISION and not HAS_VISION:
+        pytest.skip("needs torchvision: make .venv-zoo/ready")
+    tried = sample[label]
     assert tried.loads
     assert tried.judged
     assert [one for one in (*tried.loads, *tried.judged) if one.kind in BAD] == []
