@@ -160,11 +160,12 @@ def test_large_tensors_own_their_memory_which_torch_would_align(tmp_path: Path) 
 
 
 def test_threads_that_build_and_load_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    path, right = saved(tmp_path), seeded()
+    path = saved(tmp_path)
+    both = seeded(), seeded()  # a comparison writes gradients into its models
     register, threads_before = nn.Module.register_buffer, torch.get_num_threads()
     together = threading.Barrier(3, timeout=60)
 
-    def load() -> None:
+    def load(right: nn.Module) -> None:
         for _ in range(3):
             together.wait()
             assert differences(load_streaming(lambda: tied(**KWARGS), path), right) == []
@@ -178,7 +179,7 @@ def test_threads_that_build_and_load_at_once_do_not_disturb_each_other(tmp_path:
                 assert torch.equal(model.get_buffer("running_var"), torch.ones(64))
 
     with ThreadPoolExecutor(3) as pool:
-        for done in [pool.submit(work) for work in (load, load, build)]:
+        for done in [pool.submit(build), *(pool.submit(load, right) for right in both)]:
             done.result()
     assert nn.Module.register_buffer is register
     assert torch.get_num_threads() == threads_before
