@@ -80,7 +80,7 @@ def gguf_of(kind: str, folder: Path) -> None:
     model = made("LlamaForCausalLM", LLAMA, torch.float32)
     folder.mkdir(parents=True)
     file, arrays = folder / f"{folder.name}.gguf", gguf_files.of_llama(model)
-    gguf_files.write(file, "llama", arrays, kind, gguf_files.described(model))
+    gguf_files.write(file, "llama", arrays, kind, model)
 
 
 def quantised(name: str, sizes: Mapping[str, Any], folder: Path) -> None:
