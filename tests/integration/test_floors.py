@@ -26,6 +26,7 @@ def stop(command: CommandLine, started: Started, run: str) -> None:
     leftovers.wait_until(
         lambda: started.process.poll() is not None or len(command.records(run)) >= 2,
         "no cell was measured",
+        patience_s=120,
     )
     stopped = started.end(signal.SIGINT)
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
