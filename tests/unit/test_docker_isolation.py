@@ -1,6 +1,5 @@
 """What an engine is asked for each container, and what becomes of engines that are refused."""
 
-import gc
 import json
 import os
 import signal
@@ -9,11 +8,11 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import docker
 import pytest
@@ -27,9 +26,9 @@ from recorded_engine import CONTAINER, Answer, RecordedEngine, playing
 from snapshots import Compare
 
 from weighin import child_process
-from weighin.cell import Cell, Job
+from weighin.cell import Cell
 from weighin.errors import ConfigError, IsolationUnavailable
-from weighin.isolation import cgroup, select
+from weighin.isolation import cgroup
 from weighin.isolation import docker as docker_isolation
 from weighin.isolation.base import Exit, Streams
 from weighin.isolation.docker import (
@@ -43,12 +42,13 @@ from weighin.isolation.docker import (
 from weighin.probes.cgroup import LOCK_VARIABLE, is_exiting, this_process
 from weighin.units import MIB
 
+Patch = pytest.MonkeyPatch
 USER = f"{os.getuid()}:{os.getgid()}"
 HOST = socket.gethostname()
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedEngine]:
+def engine(tmp_path: Path, monkeypatch: Patch) -> Iterator[RecordedEngine]:
     """An engine of another machine: the container's first process is none of the container here."""
     monkeypatch.setenv(LOCK_VARIABLE, "/run/a.lock")
     with playing(tmp_path, monkeypatch) as played:
@@ -56,8 +56,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded
         yield played
 
 
-def start(job: Job = JOB) -> None:
-    DockerIsolation().start(job.cell, ["python"], job.target)
+def start(target: str = "", **cell: Any) -> None:
+    DockerIsolation().start(replace(JOB.cell, **cell), ["python"], target)
 
 
 def foreign(engine: RecordedEngine, act: Callable[[], object]) -> None:
@@ -111,11 +111,7 @@ WORKERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_what_an_engine_creates_for_a_worker(
-    engine: RecordedEngine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    same: Compare,
-    name: str,
+    name: str, engine: RecordedEngine, tmp_path: Path, monkeypatch: Patch, same: Compare
 ) -> None:
     fields, info = WORKERS[name]
     engine.has("GET /info", **info)
@@ -123,15 +119,14 @@ def test_what_an_engine_creates_for_a_worker(
         monkeypatch.delenv(LOCK_VARIABLE)
     files = {"/dev": [Path("/dev/null")]}
     monkeypatch.setattr(Path, "glob", lambda path, _: files.get(str(path), []))
-    cell = replace(JOB.cell, isolation="docker", **fields)
-    foreign(engine, lambda: start(replace(JOB, cell=cell)))
+    foreign(engine, lambda: start(isolation="docker", **fields))
     same(f"docker/{name.replace(' ', '_')}.json", shown(engine, tmp_path))
 
 
 def test_a_save_may_write_to_its_folder_alone(engine: RecordedEngine, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (link := tmp_path / "link").symlink_to(tmp_path / "real")
-    foreign(engine, lambda: start(replace(JOB, target=str(link))))
+    foreign(engine, lambda: start(str(link)))
     assert json.loads(shown(engine, tmp_path))["HostConfig"]["Mounts"] == {
         "FOLDER/link": "FOLDER/real", "FOLDER/real": "FOLDER/real", "/usr": True
     }  # fmt: skip
@@ -152,6 +147,7 @@ def test_a_command_sees_its_folder_and_runs_as_this_user(
     assert len(engine.asked("DELETE /containers/ID")) == 1
 
 
+@pytest.mark.usefixtures("engine")
 def test_paths_that_cannot_be_mounted(tmp_path: Path) -> None:
     cell, isolation = Cell.of_command("x", ("x",), "docker"), DockerIsolation("some:image")
     with pytest.raises(ConfigError, match="the current folder / cannot be mounted"):
@@ -161,14 +157,13 @@ def test_paths_that_cannot_be_mounted(tmp_path: Path) -> None:
 
 
 def test_the_variables_of_a_worker_are_its_cells_and_those_that_change_figures(
-    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+    engine: RecordedEngine, monkeypatch: Patch
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(docker_isolation, "DockerStarted", lambda *given_: given.extend(given_))
     for name in ("MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "SECRET"):
         monkeypatch.setenv(name, "7")
-    cell = replace(JOB.cell, isolation="docker", environment={"OMP_NUM_THREADS": "2"})
-    start(replace(JOB, cell=cell))
+    start(isolation="docker", environment={"OMP_NUM_THREADS": "2"})
     [told] = [one for one in given if isinstance(one, dict)]
     variables = dict(line.split("=", 1) for line in told["environment"])
     assert (variables["MALLOC_ARENA_MAX"], variables["OMP_NUM_THREADS"]) == ("7", "2")
@@ -206,46 +201,33 @@ def test_a_foreign_engine_is_refused_and_keeps_no_container(engine: RecordedEngi
     ]  # fmt: skip
 
 
-def test_auto_passes_a_foreign_engine_and_says_so(
-    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(select, "NAMES", ("docker", "process"))
-    chosen, note = select.choose("auto", limited=False)
-    engine.attached().close()
-    assert (chosen.name, note) == (
-        "process",
-        "isolation process: weighin needs a Docker engine on this machine: the processes of the"
-        " current Docker engine are not visible here",
-    )
-
-
 NO_LIMIT = "cannot limit the memory and swap of a container\nboot with cgroup_"
 
 
 @pytest.mark.parametrize(
-    ("info", "swap", "why"),
+    ("info", "why"),
     [
-        ({"MemoryLimit": False}, True, NO_LIMIT),
-        ({"SwapLimit": False}, True, NO_LIMIT),
-        ({"SwapLimit": False, "KernelVersion": os.uname().release}, False, ""),
-        ({"KernelVersion": "6.12.5-linuxkit"}, True, "are not visible here\nrun weighin on the engine's"),
+        ({"MemoryLimit": False}, NO_LIMIT),
+        ({"SwapLimit": False}, NO_LIMIT),
+        ({"KernelVersion": "6.12.5-linuxkit"}, "are not visible here\nrun weighin on the engine's"),
     ],
-    ids=["no memory limit", "no swap limit", "no swap", "another kernel"],
-)  # fmt: skip
+    ids=["no memory limit", "no swap limit", "another kernel"],
+)
 def test_an_engine_that_cannot_limit_here_does_not_pass(
-    engine: RecordedEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    info: dict[str, Any],
-    swap: bool,
-    why: str,
+    info: dict[str, Any], why: str, engine: RecordedEngine, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(cgroup, "swap_is_on", lambda: swap)
+    monkeypatch.setattr(cgroup, "swap_is_on", lambda: True)
     engine.has("GET /info", **info)
-    if why:
-        assert why in refused(DockerIsolation().check)
-        assert engine.calls() == []
-    else:
-        foreign(engine, DockerIsolation().check)  # it was tried
+    assert why in refused(DockerIsolation().check, kind=IsolationUnavailable)
+    assert engine.calls() == []
+
+
+def test_an_engine_that_cannot_limit_swap_is_tried_where_there_is_none(
+    engine: RecordedEngine, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(cgroup, "swap_is_on", lambda: False)
+    engine.has("GET /info", SwapLimit=False, KernelVersion=os.uname().release)
+    foreign(engine, DockerIsolation().check)
 
 
 def test_a_container_whose_first_process_ends_at_once(engine: RecordedEngine) -> None:
@@ -255,21 +237,14 @@ def test_a_container_whose_first_process_ends_at_once(engine: RecordedEngine) ->
     engine.attached().close()
 
 
-def raising(error: Exception) -> Callable[..., Any]:
-    def act(*_: object, **__: object) -> None:
-        raise error
-
-    return act
-
-
-def unreachable(error: Exception, address: str = "unix:///var/run/docker.sock") -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DOCKER_HOST", address)
-        patch.setattr(socket.socket, "connect", raising(error))
+def unreachable(error: Exception) -> str:
+    with Patch.context() as patch:
+        patch.setenv("DOCKER_HOST", "unix:///var/run/docker.sock")
+        patch.setattr(socket.socket, "connect", Mock(side_effect=error))
         return refused(DockerIsolation().check, kind=IsolationUnavailable)
 
 
-def test_what_is_said_of_an_engine_that_cannot_be_used(same: Compare, tmp_path: Path) -> None:
+def test_what_is_said_of_an_engine_that_cannot_be_used(same: Compare) -> None:
     response = requests.Response()
     response.status_code = 500
     words = "Minimum memory limit allowed is 6MB"
@@ -279,43 +254,35 @@ def test_what_is_said_of_an_engine_that_cannot_be_used(same: Compare, tmp_path: 
     cause = FileNotFoundError(2, "No such file or directory")
     aborted = urllib3.exceptions.ProtocolError("Connection aborted.", cause)
     stopped = requests.exceptions.ConnectionError(aborted)
-    client: Any = SimpleNamespace(remove_container=raising(stopped))
+    client = Mock(remove_container=Mock(side_effect=stopped))
     texts = [
         unreachable(PermissionError(13, "Permission denied")),
         unreachable(ConnectionRefusedError(111, "Connection refused")),
         unreachable(DockerException("Install paramiko package to enable ssh:// support\nmore")),
-        refused(explained("run a container")(raising(memory)), kind=IsolationUnavailable),
-        refused(explained("describe an image")(raising(image)), kind=IsolationUnavailable),
+        refused(explained("run a container")(Mock(side_effect=memory)), kind=IsolationUnavailable),
+        refused(explained("describe an image")(Mock(side_effect=image)), kind=IsolationUnavailable),
         refused(remove, client, "weighin-1", kind=IsolationUnavailable),
     ]
     same("docker/unusable.txt", "\n\n".join(texts) + "\n")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(IsolationUnavailable) as caught:
-        patch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-        DockerIsolation().check()
-    assert caught.value.exit_code == 3
-    assert str(caught.value).startswith(
-        f"no Docker engine answers at unix://{tmp_path}/none.sock: "
-    )
 
 
 # -- what dead runs left
 
 
 def test_the_containers_of_dead_runs_on_this_machine_are_removed(
-    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+    engine: RecordedEngine, monkeypatch: Patch
 ) -> None:
     ended = "-".join(["1", "1", *this_process().split("-")[2:]])
-    containers = []
-    for name, owner, lock in (
-        ("weighin-1-dead", ended, None),
-        ("weighin-2-living", this_process(), None),
-        ("weighin-3-other-lock", ended, "-0a1b2c3d"),
-    ):
-        labels = {"weighin.owner": owner, "weighin.host": HOST} | (
-            {"weighin.lock": lock} if lock else {}
-        )
-        containers.append({"Id": CONTAINER, "Names": [f"/{name}"], "Labels": labels})
-    engine.says("GET /containers/json", Answer(200, containers))
+    containers: dict[str, dict[str, str]] = {
+        "weighin-1-dead": {"weighin.owner": ended},
+        "weighin-2-living": {"weighin.owner": this_process()},
+        "weighin-3-other-lock": {"weighin.owner": ended, "weighin.lock": "-0a1b2c3d"},
+    }
+    found = [
+        {"Id": CONTAINER, "Names": [f"/{name}"], "Labels": labels | {"weighin.host": HOST}}
+        for name, labels in containers.items()
+    ]
+    engine.says("GET /containers/json", Answer(200, found))
     isolation = DockerIsolation()
     assert isolation.remove_stale() == []
     monkeypatch.delenv(LOCK_VARIABLE)
@@ -358,36 +325,31 @@ class Held(DockerStarted):
 
     others: tuple[int, ...] = ()
 
-    def __init__(self, pid: int) -> None:
-        self._client, self._container, self.exec = connect(), CONTAINER, "ab" * 32
+    def __init__(self, pid: int, client: Any) -> None:
+        self._client, self._container, self.exec = client, CONTAINER, "ab" * 32
         self._first_stdin, self._code = None, 137
         self._first_pid = self.pid = pid
-        self._pump: Any = SimpleNamespace(finish=lambda: None, close=lambda: None)
+        self._pump = Mock()
 
     def members(self) -> list[int]:
         return [*self.others]
 
 
 @pytest.mark.parametrize("status", [204, 409, 500])
-@pytest.mark.parametrize(("code", "is_over"), [(3, True), (None, False)])
+@pytest.mark.parametrize("code", [3, None])
 def test_a_container_that_only_the_engine_may_kill(
-    status: int,
-    code: int | None,
-    is_over: bool,
-    engine: RecordedEngine,
-    sleeper: int,
-    monkeypatch: pytest.MonkeyPatch,
+    status: int, code: int | None, engine: RecordedEngine, sleeper: int, monkeypatch: Patch
 ) -> None:
-    (running := Held(sleeper)).others = (1,)
-    state = Answer(200, {"Running": not is_over, "ExitCode": code})
+    (running := Held(sleeper, connect())).others = (1,)
+    state = Answer(200, {"Running": code is None, "ExitCode": code})
     engine.says("GET /exec/ID/json", state, Answer(404, {"message": "no such exec"}))
     engine.says("POST /containers/ID/kill", Answer(status, {"message": "out of order"}))
     engine.says("DELETE /containers/ID", Answer(500, {"message": "out of order"}))
-    monkeypatch.setattr(child_process, "signal_each", raising(PermissionError()))
+    monkeypatch.setattr(child_process, "signal_each", Mock(side_effect=PermissionError))
     running.kill()
     running.kill()
     assert engine.calls() == ["POST /containers/ID/kill"] * 2  # also after a failed inspection
-    assert running.reap() == (Exit(3) if is_over else Exit(None, signal=9))
+    assert running.reap() == (Exit(3) if code else Exit(None, signal=9))
     assert "remove the container" in refused(running.close)
 
 
@@ -402,7 +364,7 @@ ctypes.CDLL(None).pthread_exit(None)
 def test_without_a_pidfd_a_command_lives_until_its_last_thread_ends() -> None:
     with subprocess.Popen([sys.executable, "-c", LAST_THREAD], stdout=subprocess.PIPE) as command:
         assert command.stdout and command.stdout.read(1)
-        running = Held(command.pid)
+        running = Held(command.pid, Mock())  # no engine is asked
         wait_until(lambda: is_exiting(command.pid), "the first thread runs")
         assert not running.has_ended()
         command.kill()
@@ -441,14 +403,14 @@ class Wires:
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, int]]:
     """The user's end of a terminal, and ours."""
-    with ExitStack() as opened:
-        for end in (ends := os.openpty()):
-            opened.callback(os.close, end)
-        yield ends
+    ends = os.openpty()
+    yield ends
+    for end in ends:
+        os.close(end)
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_pump_that_never_began_leaves_no_descriptor() -> None:
-    gc.collect()
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
     with Path(os.devnull).open("r+b") as nothing:
         with closing(Wires(*[nothing.fileno()] * 3)) as wires:
@@ -470,15 +432,15 @@ def test_a_terminal_that_is_closed_is_as_it_was(terminal: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("is_file", [0, 1, 2])
 def test_a_stream_to_a_file_keeps_all_apart(terminal: tuple[int, int], is_file: int) -> None:
+    files = [terminal[1]] * 3
     with Path(os.devnull).open("r+b") as file:
-        files = [terminal[1]] * 3
         files[is_file] = file.fileno()
         with closing(Wires(*files)) as wires:
             assert not wires.pump.is_terminal
 
 
 def test_a_command_in_the_background_gets_no_input(
-    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    terminal: tuple[int, int], monkeypatch: Patch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
