@@ -3,7 +3,7 @@
 import os
 import shutil
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from test_cgroup_probe import KERNEL, V1, V2
 
 from weighin import doctor, slow_disk
 from weighin.errors import IsolationUnavailable
-from weighin.probes.cgroup import Cgroup, Counters, parse_numbers, room_in
+from weighin.probes.cgroup import Cgroup, Counters, room_in
 from weighin.probes.sampler import Sampler
 from weighin.units import MIB
 
@@ -27,45 +27,26 @@ def make_group(folder: Path, kernel: str) -> Cgroup:
     return Cgroup(folder, folder / "memory.pressure")
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What was recorded of a group with a limit of 24 MiB, in which one process was killed."""
-
-    usage: int
-    refaults: int | None
-    stalled_us: tuple[int | None, int | None]
-    met_limit: int | None = None
-    peak: int | None = 24 * MIB
-
-
-RECORDED = {
-    "v2-5.10": Figures(380928, 16434, (231256, 68078), met_limit=619, peak=None),
-    "v2-6.1": Figures(417792, 16444, (361953, 361953), met_limit=619),
-    "v2-6.1-without-psi": Figures(266240, 16498, (None, None), met_limit=620),
-    "v2-6.12": Figures(466944, 14565, (566380, 566380), met_limit=391),
-    "v2-6.18": Figures(512000, 15171, (97563, 97563), met_limit=507),
-    "v1-6.1": Figures(421888, 16414, (None, None)),
-    "hybrid-5.10-without-psi": Figures(393216, None, (None, None)),  # v1 counts none there
-    "hybrid-6.18": Figures(425984, 16288, (36085, 36085)),
-}
-
-
 @pytest.mark.parametrize("kernel", [*V1, *V2])
-def test_the_figures_of_a_group(tmp_path: Path, kernel: str) -> None:
-    group, recorded = make_group(tmp_path, kernel), RECORDED[kernel]
-    assert group.version == (2 if kernel in V2 else 1)
-    assert group.read("usage") == recorded.usage
-    assert int(group.file("limit").read_text()) == 24 * MIB
+def test_what_is_read_of_a_group(tmp_path: Path, kernel: str, same: Compare) -> None:
+    """Of each kernel, a group with a limit of 24 MiB in which one process was killed."""
+    group = make_group(tmp_path, kernel)
+    memory = Sampler(NO_PID, list, group)
+    sample = memory.read(7, [])
+    assert sample
+    assert memory.pids() == []
+    memory._look()
     with closing(group):
-        now = group.counters()
-        assert group.reset_peak() == (recorded.peak is not None)
-    assert (now.peak_bytes, now.oom_kills) == (recorded.peak, 1)
-    assert now.refaults == recorded.refaults
-    expected = tuple(None if us is None else us * 1000 for us in recorded.stalled_us)
-    assert (now.some_ns, now.full_ns) == expected
-    events = now.limit_events
-    assert (events and events["max"]) == recorded.met_limit
-    assert (events and events["oom_kill"]) == (1 if kernel in V2 else None)
+        told = {
+            "version": group.version,
+            **{name: group.read(name) for name in ("limit", "usage")},
+            "room in": room_in(tmp_path),
+            **asdict(group.counters()),
+            "kills that the sampler saw": memory.oom_kills,
+            "can reset its peak": group.reset_peak(),
+            **{f"sample {name}": value for name, value in asdict(sample).items()},
+        }
+    same(f"groups/{kernel}.txt", "".join(f"{name}: {value}\n" for name, value in told.items()))
 
 
 @pytest.mark.parametrize(
@@ -120,58 +101,25 @@ def test_a_mark_that_may_only_be_read(
         assert not group.reset_peak()
 
 
-@pytest.mark.parametrize("kernel", [*V1, *V2])
-def test_the_sample_of_a_group(tmp_path: Path, kernel: str) -> None:
-    group = make_group(tmp_path, kernel)
-    stat = parse_numbers(group.file("stat").read_text())
-    prefix = "" if kernel in V2 else "total_"
-    memory = Sampler(NO_PID, list, group)
-    sample = memory.read(7, [])
-    assert sample
-    assert sample.t_ns == 7
-    assert sample.cgroup_bytes == RECORDED[kernel].usage
-    assert sample.freed_bytes is not None
-    assert sample.anon_bytes + sample.freed_bytes == stat["anon" if kernel in V2 else "total_rss"]
-    assert sample.cgroup_file_bytes == stat["file" if kernel in V2 else "total_cache"]
-    assert sample.shmem_bytes == sample.cgroup_shmem_bytes == stat[f"{prefix}shmem"]
-    assert sample.minor_faults + sample.major_faults == stat[f"{prefix}pgfault"]
-    assert sample.rss_bytes == sample.anon_bytes + sample.file_bytes + sample.shmem_bytes
-    memory._look()
-    assert memory.oom_kills == 1
-    assert room_in(tmp_path) == 24 * MIB
-    if kernel in V2:
-        assert sample.kernel_bytes == stat.get("kernel", sample.kernel_bytes)
-        assert sample.kernel_bytes is not None
-        assert sample.kernel_bytes >= stat["slab"]
-        parts = (sample.socket_bytes, sample.slab_bytes, sample.kernel_reclaimable_bytes)
-        assert parts == (stat["sock"], stat["slab"], stat["slab_reclaimable"])
-    files = stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
-    found = sample.page_cache_bytes + sample.freed_bytes
-    assert found == pytest.approx(files, abs=64 * 4096)  # some pages are on no list for a moment
-    assert memory.pids() == []
-
-
 STAT = {
     "anon": 300, "file": 150, "shmem": 20, "active_file": 10, "inactive_file": 220, "unevictable": 0,
     "kernel": 50, "slab_reclaimable": 30, "sock": 4,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "anon", "locked", "freed", "needed"),
-    [
-        # 130 file pages, and 230 pages on the lists of files: 100 are freed.
-        ({}, 200, 0, 100, 244),
-        ({"inactive_file": 60, "unevictable": 60}, 300, 60, 0, 404),
-        # The others are on no list now.
-        ({"inactive_file": 60, "unevictable": 15}, 300, 15, 0, 359),
-        ({"kernel": 20}, 200, 0, 100, 224),
-    ],
-    ids=["freed", "locked", "in part locked", "kernel"],
-)  # fmt: skip
-def test_what_the_kernel_can_reclaim_is_not_needed(
-    tmp_path: Path, changes: dict[str, int], anon: int, locked: int, freed: int, needed: int
-) -> None:
+RECLAIMED: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {  # anonymous, locked, freed, needed
+    # 130 file pages, and 230 pages on the lists of files: 100 are freed.
+    "freed": ({}, (200, 0, 100, 244)),
+    "locked": ({"inactive_file": 60, "unevictable": 60}, (300, 60, 0, 404)),
+    # The others are on no list now.
+    "in part locked": ({"inactive_file": 60, "unevictable": 15}, (300, 15, 0, 359)),
+    "kernel": ({"kernel": 20}, (200, 0, 100, 224)),
+}
+
+
+@pytest.mark.parametrize("name", RECLAIMED)
+def test_what_the_kernel_can_reclaim_is_not_needed(tmp_path: Path, name: str) -> None:
+    changes, expected = RECLAIMED[name]
     group = Cgroup(tmp_path)
     group.file("usage").write_text("999")
     lines = [f"{name} {number}" for name, number in (STAT | changes).items()]
@@ -179,7 +127,7 @@ def test_what_the_kernel_can_reclaim_is_not_needed(
     sample = Sampler(NO_PID, list, group).read(7, [])
     assert sample
     figures = (sample.anon_bytes, sample.locked_bytes, sample.freed_bytes, sample.needed_bytes)
-    assert figures == (anon, locked, freed, needed)
+    assert figures == expected
 
 
 def test_what_the_doctor_says_of_each_kernel(
