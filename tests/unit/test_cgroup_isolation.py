@@ -1,9 +1,11 @@
 """What processes in real cgroups do to get out of them, and that they end with their cell."""
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-import leftovers
 import pytest
+from leftovers import Piped, lives, wait_until
 
 from weighin.isolation import cgroup
 from weighin.isolation.base import Streams
@@ -21,14 +23,18 @@ def test_groups_that_a_worker_made_below_its_own_go_with_it(sleeper: int) -> Non
         below.mkdir(parents=True)
         (below / "cgroup.procs").write_text(str(sleeper))
     assert not group.exists()
-    leftovers.wait_until(lambda: not leftovers.lives(sleeper), "the process lives on")
+    wait_until(lambda: not lives(sleeper), "the process lives on")
 
 
-def worker(pipes: leftovers.Piped, script: str, groups: list[Path]) -> Started:
-    command, streams = ("/bin/sh", "-c", script), Streams(*pipes.streams)
-    running = Started(command, groups=groups, streams=streams, is_worker=True)
-    pipes.started()
-    return running
+@contextmanager
+def worker(script: str, groups: list[Path]) -> Iterator[tuple[Started, Piped]]:
+    """A worker that is these lines of a shell."""
+    command = ("/bin/sh", "-c", script)
+    with closing(Piped()) as pipes:
+        streams = Streams(*pipes.streams)
+        with closing(Started(command, groups=groups, streams=streams, is_worker=True)) as running:
+            pipes.started()
+            yield running, pipes
 
 
 @pytest.mark.parametrize(
@@ -43,17 +49,15 @@ def worker(pipes: leftovers.Piped, script: str, groups: list[Path]) -> Started:
 )
 def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -> None:
     groups = cgroup.make()
-    name = Cgroup(groups[0]).file("limit").name
+    own = Cgroup(groups[0])
     cgroup.limit(groups[0], 64 << 20)
     for file in groups[0].glob("memory.memsw.limit_in_bytes"):
         file.write_text(str(96 << 20))
-    script = f"echo in; read go; group={groups[0]}; limit={name}; {script}; echo done; read go"
-    pipes = leftovers.Piped()
-    running = worker(pipes, script, groups)
-    try:
-        assert running.pid
+    names = f"group={groups[0]}; limit={own.file('limit').name}"
+    script = f"echo in; read go; {names}; {script}; echo done; read go"
+    with worker(script, groups) as (running, pipes):
         assert pipes.printed() == [b"in"]
-        memory = Sampler(running.pid, running.members, Cgroup(groups[0]), loading=[running.pid])
+        memory = Sampler(running.pid or 0, running.members, own, loading=[running.pid or 0])
         assert memory.pids()
         assert memory.escape == ""
         pipes.send(b"go\n")
@@ -62,17 +66,11 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
         assert escape in memory.escape
         assert bool(memory.escape) == bool(escape)
         memory.raise_limit()
-    finally:
-        running.close()
-        pipes.close()
 
 
 def test_a_child_that_left_the_cgroup_ends_with_the_worker() -> None:
     groups = cgroup.make()
     script = f"sleep 60 & echo $! > {groups[0]}/../cgroup.procs; echo $!"
-    pipes = leftovers.Piped()
-    running = worker(pipes, script, groups)
-    child = int(pipes.printed()[0])
-    running.close()
-    pipes.close()
-    leftovers.wait_until(lambda: start_time(child) is None, "the child lives on")
+    with worker(script, groups) as (_, pipes):
+        child = int(pipes.printed()[0])
+    wait_until(lambda: start_time(child) is None, "the child lives on")

@@ -29,11 +29,8 @@ ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 ENDS_S = 60  # how long to wait for a short command on a busy machine
 
 
-def command(*arguments: str, **fields: object) -> Cell:
-    return Cell.of_command("mine", arguments or ("true",), "cgroup", **fields)
-
-
-def started(cell: Cell) -> Started:
+def started(*words: str, **fields: object) -> Started:
+    cell = Cell.of_command("mine", words or ("true",), "cgroup", **fields)
     return CgroupIsolation().start(cell, cell.command, "/", Streams())
 
 
@@ -60,8 +57,8 @@ LIMITS = [("v1", V1), ("hybrid", V1), ("v2", V2)]
 def test_a_command_enters_its_limited_groups(
     kernel: Kernel, fields: dict[str, int], files: dict[str, object]
 ) -> None:
-    cell = command("sh", "-c", 'exit "$CODE"', environment={"CODE": "3"}, **fields)
-    with closing(started(cell)) as running:
+    command = ("sh", "-c", 'exit "$CODE"')
+    with closing(started(*command, environment={"CODE": "3"}, **fields)) as running:
         assert [group.parent for group in running.groups] == kernel.roots
         assert running.cgroup == running.groups[0]
         for name, value in files.items():
@@ -94,42 +91,35 @@ def test_a_machine_that_can_limit_passes_the_check_and_keeps_no_group(kernel: Ke
 # -- refusals
 
 
-def no_controller(kernel: Kernel) -> None:
-    kernel.mounts.write_text("")
-
-
-def may_not(kernel: Kernel) -> None:
-    kernel.refused.add(kernel.memory)
-
-
-def refused_later(kernel: Kernel) -> None:
-    CgroupIsolation().check()  # finds the folder for groups
-    may_not(kernel)
-
-
-def uncounted_swap(kernel: Kernel) -> None:
-    kernel.left_out |= {"memory.memsw.limit_in_bytes", "memory.swap.max"}
+LACKS: dict[str, Callable[[Kernel], object]] = {
+    "no_controller": lambda kernel: kernel.mounts.write_text(""),
+    "may_not": lambda kernel: kernel.refused.add(kernel.memory),
+    "refused_later": lambda kernel: kernel.refused.add(kernel.memory),
+    "uncounted_swap": lambda kernel: kernel.left_out.update({"memory.memsw.limit_in_bytes", "memory.swap.max"}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kernel", "change"),
+    ("kernel", "lack"),
     [
-        ("v1", no_controller), ("hybrid", no_controller), ("v2", no_controller), ("hybrid", may_not),
-        ("v1", refused_later), ("hybrid", refused_later), ("v2", refused_later),
-        ("v1", uncounted_swap), ("v2", uncounted_swap),
+        ("v1", "no_controller"), ("hybrid", "no_controller"), ("v2", "no_controller"), ("hybrid", "may_not"),
+        ("v1", "refused_later"), ("hybrid", "refused_later"), ("v2", "refused_later"),
+        ("v1", "uncounted_swap"), ("v2", "uncounted_swap"),
     ],
     indirect=["kernel"],
 )  # fmt: skip
 def test_a_machine_that_cannot_limit_is_told_what_to_do(
-    kernel: Kernel, same: Compare, change: Callable[[Kernel], None]
+    kernel: Kernel, lack: str, same: Compare
 ) -> None:
-    change(kernel)
+    if lack == "refused_later":
+        CgroupIsolation().check()  # finds the folder for groups
+    LACKS[lack](kernel)
     said = refused(CgroupIsolation().check, kind=IsolationUnavailable)
     said = said.replace(str(kernel.memory), "MEMORY")
     said = re.sub(r"weighin\.\d+-\d+-\d+\.\S+:", "GROUP:", said)
-    same(f"cgroups/{change.__name__}_{kernel.memory.name}.txt", f"{said}\n")
+    same(f"cgroups/{lack}_{kernel.memory.name}.txt", f"{said}\n")
     assert kernel.groups() == []
-    if change is uncounted_swap:
+    if lack == "uncounted_swap":
         kernel.swaps.write_text("Filename Type Size Used Priority\n")
         CgroupIsolation().check()
 
@@ -141,11 +131,11 @@ def test_a_group_that_cannot_be_entered_is_named(tmp_path: Path) -> None:
 
 def test_a_failed_start_leaves_no_group(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError):
-        started(command("/no/such/program", ram_limit_bytes=64 * MIB))
+        started("/no/such/program", **HARD)
     assert kernel.groups() == []
     monkeypatch.setattr(cgroup, "limit", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        started(command(ram_limit_bytes=64 * MIB))
+        started(**HARD)
     assert kernel.groups() == []
 
 
@@ -156,7 +146,7 @@ def test_a_failed_start_leaves_no_group(kernel: Kernel, monkeypatch: pytest.Monk
 def test_a_group_for_psi_that_cannot_be_made_is_left_out(kernel: Kernel) -> None:
     assert kernel.unified
     kernel.refused.add(kernel.unified)
-    with closing(started(command())) as running:
+    with closing(started()) as running:
         assert [group.parent for group in running.groups] == [kernel.memory]
         assert running.wait(ENDS_S)
 
@@ -189,7 +179,7 @@ def test_a_worker_is_in_all_its_groups_before_its_first_instruction(kernel: Kern
 
 @pytest.mark.parametrize("kernel", ["hybrid"], indirect=True)
 def test_the_processes_of_a_command_are_those_of_all_its_groups(kernel: Kernel) -> None:
-    with closing(started(command())) as running:
+    with closing(started()) as running:
         assert running.wait(ENDS_S)
         (below := running.groups[0] / "below").mkdir()
         files = [folder / "cgroup.procs" for folder in (running.groups[0], below)]
@@ -208,22 +198,18 @@ def test_the_processes_of_a_command_are_those_of_all_its_groups(kernel: Kernel) 
 # -- the end
 
 
-def kill_and_close(groups: list[Path], *, is_worker: bool) -> None:
+def ended(groups: list[Path], *, is_worker: bool = False) -> None:
     running = Started(("true",), groups=groups, is_worker=is_worker, streams=Streams())
     assert running.wait(ENDS_S)
     running.kill()
     running.close()
 
 
-def worker(groups: list[Path]) -> None:
-    kill_and_close(groups, is_worker=True)
+def ended_worker(groups: list[Path]) -> None:
+    ended(groups, is_worker=True)
 
 
-def command_that_ended(groups: list[Path]) -> None:
-    kill_and_close(groups, is_worker=False)
-
-
-def living_command(groups: list[Path]) -> None:
+def living(groups: list[Path]) -> None:
     running = Started(("sleep", "600"), groups=groups)
     running.kill()
     assert running.reap() == Exit(None, signal=signal.SIGKILL)
@@ -231,7 +217,7 @@ def living_command(groups: list[Path]) -> None:
     running.close()
 
 
-@pytest.mark.parametrize("end", [worker, command_that_ended, living_command, cgroup.remove])
+@pytest.mark.parametrize("end", [ended_worker, ended, living, cgroup.remove])
 @pytest.mark.parametrize(
     ("kernel", "left_out"),
     [("v1", ""), ("hybrid", ""), ("v2", "cgroup.kill"), ("v2", "")],

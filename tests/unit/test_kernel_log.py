@@ -40,30 +40,43 @@ def found_in(
     return list(found)
 
 
-def kill(pid: int, name: str, sizes: tuple[int, int, int], limit_of: str = "") -> Kill:
+def kill(
+    pid: int, name: str, sizes: tuple[int, int, int], limit_of: str = "", *, is_main: bool = False
+) -> Kill:
     anon, file, shmem = (size * KIB for size in sizes)
     place = "around" if limit_of.startswith("/") else ""
-    return Kill(pid, name, False, limit_of, anon, file, shmem, limit_is=place)
+    return Kill(pid, name, is_main, limit_of, anon, file, shmem, limit_is=place)
 
 
 PYTHON = (14734, "python3", (65152, 6644, 0))
+STRESS = (1284158, "stress-ng-vm", (1045532, 1372, 36))
+UVICORN = (2621226, "uvicorn", (595900, 392, 0))
+LATER = {text: text.splitlines()[1] for text in (V2_5_15, MACHINE_6_8)}
+"""After ten kills in a short time, the kernel names no cause."""
+
+KILLS: dict[str, tuple[str, str | None, int, list[Kill]]] = {
+    "v1": (V1_6_18, "/weighin-test-13917", 1, [kill(*PYTHON)]),
+    "limit around": (V1_6_18, "/weighin-test-13917/cell", 1, [kill(*PYTHON, "/weighin-test-13917")]),
+    "begins so": (V1_6_18, "/weighin-test", 1, []),
+    "no group": (V1_6_18, None, 1, []),
+    "v2": (V2_5_15, "/user.slice/hello-cg", 1, [kill(*STRESS)]),
+    "before 5.3": (V1_5_2, "/foo", 1, [kill(7997, "bash", (8, 4, 0))]),
+    "machine": (MACHINE_6_8, "/system.slice/app.service", 1, [kill(*UVICORN, "machine")]),
+    "no cause": (LATER[V2_5_15], "/hello-cg", STRESS[0], [kill(*STRESS, "unknown", is_main=True)]),
+    "no cause, machine": (LATER[MACHINE_6_8], "/hello-cg", UVICORN[0], [kill(*UVICORN, "machine", is_main=True)]),
+    "no cause, another's": (LATER[V2_5_15], "/hello-cg", 1, []),
+    "no cause, machine, another's": (LATER[MACHINE_6_8], "/hello-cg", 1, []),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "group", "expected"),
-    [
-        (V1_6_18, "/weighin-test-13917", [kill(*PYTHON)]),
-        (V1_6_18, "/weighin-test-13917/cell", [kill(*PYTHON, "/weighin-test-13917")]),
-        (V1_6_18, "/weighin-test", []),
-        (V1_6_18, None, []),
-        (V2_5_15, "/user.slice/hello-cg", [kill(1284158, "stress-ng-vm", (1045532, 1372, 36))]),
-        (V1_5_2, "/foo", [kill(7997, "bash", (8, 4, 0))]),
-        (MACHINE_6_8, "/system.slice/app.service", [kill(2621226, "uvicorn", (595900, 392, 0), "machine")]),
-    ],
-    ids=["v1", "limit around", "begins so", "no group", "v2", "before 5.3", "machine"],
-)  # fmt: skip
-def test_the_kills_of_a_group(text: str, group: str | None, expected: list[Kill]) -> None:
-    assert found_in(text, group, 1) == expected
+@pytest.mark.parametrize("name", KILLS)
+def test_the_kills_of_a_group(name: str) -> None:
+    text, group, main_pid, expected = KILLS[name]
+    assert found_in(text, group, main_pid) == expected
+
+
+def test_a_process_without_a_group_is_found_by_its_pid() -> None:
+    assert found_in(MACHINE_6_8, None, 1, {UVICORN[0]}) == [kill(*UVICORN, "machine")]
 
 
 @pytest.mark.parametrize(
@@ -86,23 +99,6 @@ def test_whose_limit_was_met(limited: str, victim: str, home: str | None, limit_
     group = None if home else "/a/own"  # with a home alone, the command started in it
     (found,) = found_in(text, group, 1284158, (), home)
     assert found.limit_is == limit_is
-
-
-def test_a_process_without_a_group_is_found_by_its_pid() -> None:
-    (found,) = found_in(MACHINE_6_8, None, 1, {2621226})
-    assert (found.limit_of, found.is_main) == ("machine", False)
-
-
-@pytest.mark.parametrize(
-    ("text", "pid", "limit_of"),
-    [(V2_5_15, 1284158, "unknown"), (MACHINE_6_8, 2621226, "machine")],
-    ids=["v2", "machine"],
-)
-def test_after_ten_kills_the_kernel_names_no_cause(text: str, pid: int, limit_of: str) -> None:
-    line = text.splitlines()[1]
-    (found,) = found_in(line, "/hello-cg", pid)
-    assert (found.limit_of, found.is_main) == (limit_of, True)
-    assert found_in(line, "/hello-cg", 1) == []
 
 
 @pytest.mark.parametrize("kind", ["", "pid", "cgroup", "unreadable"])

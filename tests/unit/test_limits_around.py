@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fakes import JOB, followed
 from weighin.isolation import cgroup
 from weighin.isolation.process import Started
 from weighin.probes.cgroup import Cgroup, limits_around, memory_hierarchy
-from weighin.result import Outcome, Result
+from weighin.result import Outcome
 from weighin.settings.definition import Settings
 from weighin.units import MIB
 
@@ -42,25 +43,16 @@ def around() -> Iterator[Path]:
     cgroup.remove([group])
 
 
-def killed(around: Path, limit_bytes: int | None) -> Result:
-    """Return the result of a worker that takes 200 MiB in a group below ``around``."""
-    cell = around / "cell"
-    cell.mkdir()
-    if limit_bytes:
-        cgroup.limit(cell, limit_bytes)
-    running = Started(TAKES, groups=[cell])
-    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes))
-    try:
-        return followed(running, job=job, settings=Settings())[0]
-    finally:
-        running.close()
-
-
 @pytest.mark.parametrize("limit_bytes", [None, 160 * MIB, 48 * MIB])
 def test_a_kill_by_a_limit_above_the_cells_own_names_it(
     around: Path, limit_bytes: int | None
 ) -> None:
-    result = killed(around, limit_bytes)
+    (cell := around / "cell").mkdir()
+    if limit_bytes:
+        cgroup.limit(cell, limit_bytes)
+    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes))
+    with closing(Started(TAKES, groups=[cell])) as running:
+        result, _ = followed(running, job=job, settings=Settings())
     assert result.outcome is Outcome.OOM_KILLED
     own, _, outer = result.message.partition(": ")
     assert own == "killed by the kernel for lack of memory before its first phase"

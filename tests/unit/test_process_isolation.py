@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,18 @@ def is_program(monkeypatch: pytest.MonkeyPatch) -> None:
 def pipes() -> Iterator[Piped]:
     with closing(Piped()) as pipes:
         yield pipes
+
+
+@pytest.fixture
+def ends() -> Iterator[set[int]]:
+    """Pids of processes that end with the test."""
+    pids = set[int]()
+    yield pids
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 # -- commands
@@ -235,36 +247,32 @@ read line
 """
 
 
-def test_what_ran_before_a_command_is_no_orphan_of_it_and_lives_on(tmp_path: Path) -> None:
+def test_what_ran_before_a_command_is_no_orphan_of_it_and_lives_on(
+    tmp_path: Path, ends: set[int]
+) -> None:
     """As in: start-services.sh & exec weighin run ... The second service starts another meanwhile."""
     pipe = subprocess.PIPE
-    services = subprocess.Popen(["sh", "-c", SERVICES], cwd=tmp_path, stdin=pipe, stdout=pipe)
-    assert services.stdin and services.stdout
-    pids = [int(services.stdout.readline())]
-    tree = ProcessTree(adopts=True)
-    command = subprocess.Popen(["sleep", "600"])
-    try:
-        tree.pid = command.pid
+    with ExitStack() as started:
+        command = ["sh", "-c", SERVICES]
+        services = subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe)
+        started.enter_context(services)
+        assert services.stdin and services.stdout
+        ends.add(int(services.stdout.readline()))
+        tree = ProcessTree(adopts=True)
+        started.callback(tree.end)
+        own = started.enter_context(subprocess.Popen(["sleep", "600"]))
+        started.callback(own.kill)
+        tree.pid = own.pid
         (tmp_path / "go").write_text("\n")
-        pids.append(int(services.stdout.readline()))
-        assert tree.members() == [command.pid]
+        ends.add(int(services.stdout.readline()))
+        assert tree.members() == [own.pid]
         services.stdin.close()
         services.wait(60)
         (tmp_path / "end").write_text("\n")
-        for pid in pids:
-            wait_until(lambda pid=pid: parent_of(pid) == os.getpid(), "it is not adopted")  # type: ignore[misc]
-        assert tree.members() == [command.pid]
+        wait_until(lambda: {*map(parent_of, ends)} == {os.getpid()}, "they are not adopted")
+        assert tree.members() == [own.pid]
         tree.end()
-        assert [lives(pid) for pid in pids] == [True, True]
-    finally:
-        tree.end()
-        services.stdout.close()
-        command.kill()
-        command.wait()
-        for pid in pids:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+        assert [lives(pid) for pid in ends] == [True, True]
 
 
 CHILDREN = """
@@ -306,22 +314,18 @@ def test_processes_that_left_the_workers_session_are_sampled(name: str, pipes: P
 
 
 @pytest.fixture
-def anothers(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+def anothers(ends: set[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """Pids of processes that this user may not signal, as those of sudo; they end with the test."""
-    pids, kill = set[int](), os.kill
+    kill = os.kill
 
     def denied(pid: int, number: int) -> None:
-        if pid in pids:
+        if pid in ends:
             raise PermissionError
         kill(pid, number)
 
-    monkeypatch.setattr(os, "kill", denied)
-    yield pids
-    for pid in pids:
-        kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-    pids.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", denied)
+        yield ends
 
 
 def test_a_process_of_another_user_is_spared_and_not_waited_for(
@@ -382,30 +386,23 @@ def test_a_worker_that_cannot_start_leaves_no_adoption(tmp_path: Path) -> None:
 WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; exec cat')
 
 
-@pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch, pipes: Piped) -> Iterator[Started]:
+def test_a_worker_gets_its_variables_then_what_is_sent_and_ends_when_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch, pipes: Piped
+) -> None:
     monkeypatch.setenv(PHASES_VARIABLE, "/of/another/program")
     cell = replace(JOB.cell, environment={"MODE": "fast"})
-    with closing(ProcessIsolation().start(cell, WORKER, "", Streams(*pipes.streams))) as running:
+    with closing(ProcessIsolation().start(cell, WORKER, "", Streams(*pipes.streams))) as worker:
         pipes.started()
-        yield running
-
-
-def test_a_worker_gets_its_variables_and_then_what_is_sent(worker: Started, pipes: Piped) -> None:
-    pipes.send(b"a job\n")
-    variables, job = pipes.printed(2)
-    mode, phases, path = variables.split(b",")
-    assert (mode, phases) == (b"fast", b"none")
-    assert path.split(b":")[0] == os.fsencode(Path(process.__file__).parents[2])
-    assert job == b"a job"
-    assert (worker.cgroup, worker.unseen) == (None, "a plain process has no cgroup of its own")
-
-
-def test_a_worker_that_is_killed_or_closed_ends(worker: Started) -> None:
-    assert not worker.wait(0)
-    worker.kill()
-    assert worker.reap() == KILLED
-    worker.close()
+        pipes.send(b"a job\n")
+        variables, job = pipes.printed(2)
+        mode, phases, path = variables.split(b",")
+        assert (mode, phases) == (b"fast", b"none")
+        assert path.split(b":")[0] == os.fsencode(Path(process.__file__).parents[2])
+        assert job == b"a job"
+        assert (worker.cgroup, worker.unseen) == (None, "a plain process has no cgroup of its own")
+        assert not worker.wait(0)
+        worker.kill()
+        assert worker.reap() == KILLED
     assert worker.pid and not lives(worker.pid)
 
 
@@ -422,19 +419,14 @@ def test_what_a_plain_process_is_and_needs(monkeypatch: pytest.MonkeyPatch) -> N
 # -- what dead runs left
 
 
-def marked_by(mark: str) -> dict[str, str]:
-    return os.environ | {WORKER_VARIABLE: mark}
-
-
-def test_marks_are_unique_and_are_inherited() -> None:
-    first, second = ProcessTree(adopts=False), ProcessTree(adopts=False)
-    assert first.mark != second.mark
-    with subprocess.Popen(["sleep", "600"], env=marked_by(second.mark)) as marked:
-        assert (first.members(), second.members()) == ([], [marked.pid])
-        assert first.kill() == []
-        second.end()
-        assert marked.wait(60) == -signal.SIGKILL
-        assert second.members() == []
+@contextmanager
+def marked(mark: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with this mark."""
+    with subprocess.Popen(["sleep", "600"], env=os.environ | {WORKER_VARIABLE: mark}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def dead_mark() -> str:
@@ -443,20 +435,22 @@ def dead_mark() -> str:
     return ProcessTree(adopts=False).mark.replace(this_process(), ended, 1)
 
 
+def test_marks_are_unique_and_are_inherited() -> None:
+    first, second = ProcessTree(adopts=False), ProcessTree(adopts=False)
+    assert first.mark != second.mark
+    with marked(second.mark) as process:
+        assert (first.members(), second.members()) == ([], [process.pid])
+        assert first.kill() == []
+        second.end()
+        assert process.wait(60) == -signal.SIGKILL
+        assert second.members() == []
+
+
 def test_processes_of_a_dead_run_are_ended_and_named() -> None:
-    living = ProcessTree(adopts=False)
-    with ExitStack() as started:
-        orphan, other = (
-            started.enter_context(subprocess.Popen(["sleep", "600"], env=marked_by(mark)))
-            for mark in (dead_mark(), living.mark)
-        )
-        started.callback(other.kill)
-        started.callback(orphan.kill)
+    with marked(dead_mark()) as orphan, marked(ProcessTree(adopts=False).mark) as other:
         assert ProcessIsolation().remove_stale() == [f"process {orphan.pid} of process 1"]
         assert orphan.wait(60) == -signal.SIGKILL
         assert other.poll() is None
-        living.end()
-        assert other.wait(60) == -signal.SIGKILL
 
 
 OTHER_NAMESPACE = f"""
@@ -473,26 +467,17 @@ assert sleeper.poll() is None
 
 @pytest.mark.root
 def test_runs_in_two_pid_namespaces_leave_each_other_alone() -> None:
-    own = ProcessTree(adopts=False)
-    before = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-P")
-    with ExitStack() as started:
-        here, there = (
-            started.enter_context(
-                subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True)
-            )
-            for command, environment in (
-                (("sleep", "600"), marked_by(own.mark)),
-                ((*before, "-c", OTHER_NAMESPACE), None),
-            )
-        )
-        started.callback(here.kill)
-        started.callback(there.kill)  # and so its sleeper
-        assert there.stdout
-        assert there.stdout.readline() == "up\n"
-        assert ProcessIsolation().remove_stale() == []
-        assert here.poll() is None
-        there.communicate("\n", timeout=60)
-        assert there.returncode == 0
+    inside = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-P")
+    there = subprocess.Popen((*inside, "-c", OTHER_NAMESPACE), stdin=-1, stdout=-1, text=True)
+    with marked(ProcessTree(adopts=False).mark) as here, there:
+        try:
+            assert there.stdout and there.stdout.readline() == "up\n"
+            assert ProcessIsolation().remove_stale() == []
+            assert here.poll() is None
+            there.communicate("\n", timeout=60)
+            assert there.returncode == 0
+        finally:
+            there.kill()  # and so its sleeper
 
 
 CLEANS = """
@@ -509,7 +494,6 @@ def test_a_process_of_a_killed_run_that_cleans_ends_neither_itself_nor_its_relat
     """Nor what is above it and has the mark of a third run, as when weighin measures weighin."""
     inner = f'{WORKER_VARIABLE}={dead_mark()} "$@"; exit $?'
     command = ("sh", "-c", inner, "sh", sys.executable, "-P", "-c", CLEANS)
-    done = subprocess.run(
-        command, env=marked_by(dead_mark()), capture_output=True, text=True, check=False
-    )
+    above = os.environ | {WORKER_VARIABLE: dead_mark()}
+    done = subprocess.run(command, env=above, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
