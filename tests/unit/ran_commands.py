@@ -87,27 +87,19 @@ def make_ran(cell: Cell | None = None, outcome: Outcome = Outcome.OK, **changes:
 
 
 RAN = Ran(
-    pid=4711,
-    peak_ns=START_NS + 2 * SECOND_NS,
-    needed_bytes=757 * MIB,
-    processes=(PYTHON, WORKER, EARLIER),
-    marks=(Mark(START_NS + SECOND_NS, "epoch 1"),),
+    pid=4711, peak_ns=START_NS + 2 * SECOND_NS, needed_bytes=757 * MIB,
+    processes=(PYTHON, WORKER, EARLIER), marks=(Mark(START_NS + SECOND_NS, "epoch 1"),),
     stacks=(replace(STACK, usage_bytes=300 * MIB, frames=("read (io.py:1)",)), STACK),
-)
+)  # fmt: skip
 
 
 def make_killed(cell: Cell | None = None) -> Result:
     """The same command under 600 MiB: the kernel kills its first process."""
     cell = cell or make_command(ram_limit_bytes=600 * MIB)
     kill = Kill(4711, "python", True, "", 480 * MIB, 20 * MIB, 0)
-    return make_ran(
-        cell,
-        Outcome.OOM_KILLED,
-        message="the kernel killed python (pid 4711) for lack of memory: the command reached its RAM limit of 600 MiB",
-        oom_kills=1,
-        exit_code=137,
-        ran=replace(RAN, signal=9, survived=False, kills=(kill,)),
-    )
+    ran = replace(RAN, signal=9, survived=False, kills=(kill,))
+    message = "the kernel killed python (pid 4711) for lack of memory: the command reached its RAM limit of 600 MiB"
+    return make_ran(cell, Outcome.OOM_KILLED, message=message, oom_kills=1, exit_code=137, ran=ran)
 
 
 def write_command_samples(run: Path, result: Result) -> Path:
@@ -148,17 +140,8 @@ def process(
     parent: int = 1,
     **fields: Any,
 ) -> Process:
-    return Process(
-        pid,
-        parent,
-        command,
-        0,
-        SECOND_NS,
-        anon_bytes=anon,
-        file_bytes=0,
-        shmem_bytes=shmem,
-        **fields,
-    )
+    sizes: dict[str, Any] = {"anon_bytes": anon, "file_bytes": 0, "shmem_bytes": shmem}
+    return Process(pid, parent, command, 0, SECOND_NS, **sizes, **fields)
 
 
 def stack(usage: int, *frames: str, pid: int = PID, t_ns: int = 0, code: str = "") -> Stack:
@@ -169,8 +152,6 @@ def stack(usage: int, *frames: str, pid: int = PID, t_ns: int = 0, code: str = "
 def samples_of(anon: Sequence[int], *, shmem: int = 0, step_ns: int = 100_000_000) -> list[Sample]:
     """Samples at equal intervals, with this anonymous memory."""
     return [
-        Sample(
-            (number + 1) * step_ns, size + shmem, size, 0, shmem, 0, 0, 0, size + shmem + MIB, shmem
-        )
-        for number, size in enumerate(anon)
+        Sample(at * step_ns, size + shmem, size, 0, shmem, 0, 0, 0, size + shmem + MIB, shmem)
+        for at, size in enumerate(anon, 1)
     ]

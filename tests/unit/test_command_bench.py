@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from leftovers import wait_until
@@ -23,7 +24,7 @@ from weighin.records.verdict import Reference
 from weighin.result import Kill, Outcome
 from weighin.run import commands, runner
 from weighin.run.judge import Evidence, judge
-from weighin.run.measure import Measured, Spec
+from weighin.run.measure import Measured
 from weighin.units import GIB, MIB
 
 
@@ -51,24 +52,18 @@ def test_a_run_of_commands_may_run_inside_another() -> None:
 
 
 def test_a_run_parses_each_record_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[bytes] = []
-    parse = run_folder.parse
-
-    def counted(kind: Any, text: bytes, *arguments: str) -> Any:
-        parsed.append(text)
-        return parse(kind, text, *arguments)
-
-    monkeypatch.setattr(run_folder, "parse", counted)
+    parse = Mock(wraps=run_folder.parse)
+    monkeypatch.setattr(run_folder, "parse", parse)
     run = asked("exit 0", within=0.05, aim=Aim.SURVIVES)
     limits = [None, *range(GIB, 6 * GIB, GIB)]  # each limited cell is compared with the first one
     planned = [replace(run.planned[0].cell, ram_limit_bytes=limit) for limit in limits]
     run = replace(run, planned=[Planned(cell) for cell in planned])
     first = runner.run(replace(run, planned=run.planned[:4]), Progress())
     assert [each.cell for each in first] == planned[:4]
-    assert len(parsed) == len({*parsed}) == 4
+    assert len({call.args[1] for call in parse.call_args_list}) == parse.call_count == 4
     every = runner.run(replace(run, is_new=False), Progress())
     assert (every[:4], len(every)) == (first, 6)
-    assert len(parsed) == 4 + 6
+    assert parse.call_count == 4 + 6
     assert tuple(every) == run_folder.read(run.folder).results
 
 
@@ -117,31 +112,22 @@ def searching(aim: Aim = Aim.ENDS, **changes: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("within", "timeout_s", "cell", "expected"),
+    ("settings", "cell", "expected_s"),
     [
-        (0.05, 0, LIMITED, 60.0),  # ten times the 3 s without a limit, and 30 s more
-        (0.05, 7, LIMITED, 7),
-        (0.05, 0, UNLIMITED.cell, 0.0),
-        (None, 0, LIMITED, 0.0),
+        ({}, LIMITED, 60.0),  # ten times the 3 s without a limit, and 30 s more
+        ({"timeout_s": 7.0}, LIMITED, 7.0),
+        ({}, UNLIMITED.cell, 0.0),
+        ({"within": None}, LIMITED, 0.0),
     ],
     ids=["in a search", "a time-out of its own", "without a limit", "no search"],
 )
 def test_a_command_that_starves_in_a_search_is_ended(
-    monkeypatch: pytest.MonkeyPatch,
-    within: float | None,
-    timeout_s: float,
-    cell: Cell,
-    expected: float,
+    settings: dict[str, Any], cell: Cell, expected_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[float] = []
-
-    def measure(_: Any, spec: Spec, *__: Any) -> Measured:
-        given.append(spec.settings.timeout_s)
-        return Measured(UNLIMITED)
-
+    measure = Mock(return_value=Measured(UNLIMITED))
     monkeypatch.setattr(commands, "measure", measure)
-    commands.take(searching(timeout_s=timeout_s, within=within), Planned(cell), {})
-    assert given == [expected]
+    commands.take(searching(**{"timeout_s": 0.0} | settings), Planned(cell), {})
+    assert measure.call_args.args[1].settings.timeout_s == expected_s
 
 
 def test_a_cell_of_a_search_for_survival_is_compared_with_the_same_one_without_a_limit() -> None:
@@ -157,34 +143,34 @@ def test_a_cell_of_a_search_for_survival_is_compared_with_the_same_one_without_a
 
 KILLED = "the kernel killed python (pid 1) for lack of memory: the"
 AROUND = "/user.slice/run.scope"
+ESCAPED = (
+    "x (pid 1) left the cgroup, so the figures are of a part of it and its limit is not valid"
+    " (--isolation process measures all processes); it ended with ok"
+)
+
+
+def killed_by(limit_of: str, limit_bytes: int | None = None) -> dict[str, Any]:
+    place = "around" if limit_of.startswith("/") else ""
+    kill = Kill(1, "python", True, limit_of, limit_bytes=limit_bytes, limit_is=place)
+    return {"ended": Exit(None, signal=9), "oom_kills": 1, "machine_oom_kills": 1, "kills": [kill]}
 
 
 @pytest.mark.parametrize(
-    ("limit_of", "limit_bytes", "words"),
+    ("known", "outcome", "message"),
     [
-        (AROUND, 800 * MIB, f"{KILLED} command reached the limit of 800.000 MiB of the outer cgroup {AROUND}"),
-        ("/user.slice", None, f"{KILLED} command reached the limit of the outer cgroup /user.slice"),
-        ("unknown", None, f"{KILLED} command reached its RAM limit of 600 MiB"),  # by the peak
-        ("machine", None, f"{KILLED} machine had no memory left"),
-        ("escape", None,
-         "x (pid 1) left the cgroup, so the figures are of a part of it and its limit is not valid"
-         " (--isolation process measures all processes); it ended with ok"),
+        (killed_by(AROUND, 800 * MIB), "oom_killed", f"{KILLED} command reached the limit of 800.000 MiB of the outer cgroup {AROUND}"),
+        (killed_by("/user.slice"), "oom_killed", f"{KILLED} command reached the limit of the outer cgroup /user.slice"),
+        (killed_by("unknown"), "oom_killed", f"{KILLED} command reached its RAM limit of 600 MiB"),  # by the peak
+        (killed_by("machine"), "oom_killed", f"{KILLED} machine had no memory left"),
+        ({"ended": Exit(0), "oom_kills": 0, "machine_oom_kills": 1, "escape": "x (pid 1) left the cgroup"}, "measurement_failed", ESCAPED),
     ],
     ids=["around", "far around", "unknown", "machine", "escape"],
 )  # fmt: skip
 def test_the_message_names_the_limit_that_was_met(
-    limit_of: str, limit_bytes: int | None, words: str
+    known: dict[str, Any], outcome: str, message: str
 ) -> None:
     """A command under 600 MiB in a scope of 800 MiB, whose first process was killed."""
-    place = "around" if limit_of.startswith("/") else ""
-    kill = Kill(1, "python", True, limit_of, limit_bytes=limit_bytes, limit_is=place)
-    known: dict[str, Any] = {
-        "ended": Exit(None, signal=9), "oom_kills": 1, "machine_oom_kills": 1, "kills": [kill],
-    }  # fmt: skip
-    if limit_of == "escape":
-        known |= {"ended": Exit(0), "oom_kills": 0, "kills": None, "escape": "x (pid 1) left the cgroup"}  # fmt: skip
-    outer = [(800 * MIB, Path("/sys/fs/cgroup/user.slice/run.scope"))]
+    outer = [(800 * MIB, Path(f"/sys/fs/cgroup{AROUND}"))]
     cell = make_command(ram_limit_bytes=600 * MIB)
-    outcome, message = judge(Evidence(cell=cell, peak_bytes=600 * MIB, limits=outer, **known))
-    assert message == words
-    assert outcome == ("measurement_failed" if limit_of == "escape" else "oom_killed")
+    told = judge(Evidence(cell=cell, peak_bytes=600 * MIB, limits=outer, **known))
+    assert told == (outcome, message)

@@ -7,15 +7,13 @@ import sys
 import termios
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ran_commands import make_command, settings_of
 
 from weighin.result import Mark
-from weighin.run.commands import CommandSpec
 from weighin.run.output import Relay
 
 PASSED_ON = """
@@ -135,26 +133,3 @@ def test_a_terminal_that_is_closed_meanwhile_is_not_resized() -> None:
     assert not relay.resize()
     os.close(main)
     os.close(terminal)
-
-
-@pytest.mark.parametrize(
-    ("within", "limit_bytes", "hidden"),
-    [
-        (None, None, (False, False, False)),
-        (None, 2**30, (False, False, False)),
-        (0.01, None, (True, False, False)),  # a search reads nothing from standard input
-        (0.01, 2**30, (True, True, True)),  # and shows only the output without a limit
-    ],
-)
-def test_the_streams_of_commands_in_a_search(
-    within: float | None, limit_bytes: int | None, hidden: tuple[bool, ...]
-) -> None:
-    cell = make_command(ram_limit_bytes=limit_bytes)
-    spec = CommandSpec(cell, settings_of(cell, within=within))
-    with ExitStack() as opened:
-        spec.enter(opened)
-        streams = spec._output.streams
-        given = (streams.stdin, streams.stdout, streams.stderr)
-        assert tuple(each is not None for each in given) == hidden
-        for each in filter(None, given):
-            assert os.path.samestat(os.fstat(each), Path(os.devnull).stat())

@@ -2,12 +2,12 @@
 
 import os
 import signal
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cgroup_trees import Kernel
@@ -23,22 +23,14 @@ from weighin.run.commands import CommandSpec
 from weighin.run.measure import Measured, measure
 from weighin.units import MIB
 
+Take = Callable[..., Measured]
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture(autouse=True)
-def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet_machine(monkeypatch: Patch) -> None:
     """Let no other process of the machine be killed for lack of memory."""
     monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", lambda: 0)
-
-
-@pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files, with nothing of other tests."""
-    (folder := tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-Take = Callable[..., Measured]
 
 
 @pytest.fixture
@@ -48,69 +40,49 @@ def take(tmp_path: Path) -> Take:
     def run(
         script: str,
         isolation: Any = None,
-        *,
         reference: Reference | None = None,
-        cell: dict[str, Any] | None = None,
-        **settings: Any,
+        ram: int | None = None,
+        **changes: Any,
     ) -> Measured:
         isolation = isolation or ProcessIsolation()
-        planned = Cell.of_command("mine", ("sh", "-c", script), isolation.name, **(cell or {}))
-        changes: dict[str, Any] = {"cwd": str(tmp_path), "timeout_s": 0.0} | settings
-        spec = CommandSpec(planned, settings_of(planned, **changes))
-        return measure(isolation, spec, {"machine": "this"}, reference)
+        cell = Cell.of_command("mine", ("sh", "-c", script), isolation.name, ram_limit_bytes=ram)
+        settings = settings_of(cell, cwd=str(tmp_path), timeout_s=0.0, **changes)
+        return measure(isolation, CommandSpec(cell, settings), {"machine": "this"}, reference)
 
     return run
 
 
-@pytest.fixture
-def result_of(take: Take) -> Callable[..., Result]:
-    return lambda *arguments, **options: take(*arguments, **options).result
-
-
 @pytest.mark.parametrize(
-    ("names_none_of_these", "outcome", "message"),
+    ("told", "outcome", "message"),
     [
-        (False, "oom_killed", "killed by the kernel when the whole machine ran out of memory"),
-        (True, "command_failed", "killed by SIGKILL, not for lack of memory"),
+        ({"position": None}, "oom_killed", "killed by the kernel when the whole machine ran out of memory"),
+        ({"kills_since": ()}, "command_failed", "killed by SIGKILL, not for lack of memory"),
     ],
     ids=["no log", "a log of other processes"],
-)
+)  # fmt: skip
 def test_a_command_that_is_killed_as_the_machine_has_no_memory(
-    result_of: Callable[..., Result],
-    monkeypatch: pytest.MonkeyPatch,
-    names_none_of_these: bool,
-    outcome: str,
-    message: str,
+    told: dict[str, Any], outcome: str, message: str, take: Take, monkeypatch: Patch
 ) -> None:
-    if names_none_of_these:
-        monkeypatch.setattr(kernel_log, "kills_since", lambda *_, **__: ())
-    else:
-        monkeypatch.setattr(kernel_log, "position", lambda: None)
+    ((function, answer),) = told.items()
+    monkeypatch.setattr(kernel_log, function, lambda *_, **__: answer)
     monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", count(3).__next__)
-    result = result_of("kill -KILL $$")
+    result = take("kill -KILL $$").result
     assert result.outcome == outcome
     assert result.message.startswith(message)
 
 
 def test_files_are_dropped_from_the_page_cache_before_the_start(
-    result_of: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    take: Take, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     (tmp_path / "data" / "inner").mkdir(parents=True)
-    files = [tmp_path / "data" / "a", tmp_path / "data" / "inner" / "b", tmp_path / "one"]
+    files = {tmp_path / "data" / "a", tmp_path / "data" / "inner" / "b", tmp_path / "one"}
     for file in files:
         file.touch()
-    dropped: list[Path] = []
-
-    left = iter([0, 5 * MIB, None])
-
-    def drop(paths: Sequence[Path]) -> int | None:
-        dropped.extend(paths)
-        return next(left)
-
+    drop = Mock(side_effect=[0, 5 * MIB, None])
     monkeypatch.setattr(page_cache, "drop", drop)
     cold = (str(tmp_path / "one"), str(tmp_path / "data"))
-    results = [result_of("true", cold=cold) for _ in range(3)]
-    assert sorted(dropped) == sorted(3 * files)
+    results = [take("true", cold=cold).result for _ in range(3)]
+    assert [{*call.args[0]} for call in drop.call_args_list] == 3 * [files]
     assert [each.cached_bytes_at_start for each in results] == [0, 5 * MIB, None]
     assert [each.warnings[1:] for each in results] == [
         (),
@@ -124,14 +96,13 @@ def test_files_are_dropped_from_the_page_cache_before_the_start(
 
 
 def test_a_new_size_of_the_terminal_reaches_a_command_in_a_container_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     told: list[str] = []
     cell = Cell.of_command("mine", ("true",), "process")
     spec: Any = CommandSpec(cell, settings_of(cell))
-    sending = {"send_signal": lambda _: told.append("the command")}
-    spec._running = SimpleNamespace(shares_terminal=False, **sending)
-    spec._output = SimpleNamespace(resize=iter([True, False]).__next__)
+    spec._running = Mock(shares_terminal=False, send_signal=lambda _: told.append("the command"))
+    spec._output = Mock(resize=Mock(side_effect=[True, False]))
     spec._numbers, here = (), os.getpid()
     came = ((signal.SIGWINCH, here - 1), (signal.SIGWINCH, here), (signal.SIGUSR1, here))
     infos = iter(SimpleNamespace(si_signo=one, si_pid=pid, si_code=0x80) for one, pid in came)
@@ -142,17 +113,15 @@ def test_a_new_size_of_the_terminal_reaches_a_command_in_a_container_once(
 
 
 @pytest.mark.parametrize(("lines", "kept"), [(3, 3), (1000, 1000), (1001, 1000)])
-def test_the_newest_marks_of_the_output_are_kept(
-    result_of: Callable[..., Result], lines: int, kept: int
-) -> None:
-    result = result_of(f"echo other; seq -f 'step %g' {lines}", marks=("^step",))
+def test_the_newest_marks_of_the_output_are_kept(take: Take, lines: int, kept: int) -> None:
+    result = take(f"echo other; seq -f 'step %g' {lines}", marks=("^step",)).result
     assert result.ran
     assert len(result.ran.marks) == kept
     assert result.ran.marks[-1].text == f"step {lines}"
 
 
 def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(
-    take: Take, monkeypatch: pytest.MonkeyPatch
+    take: Take, monkeypatch: Patch
 ) -> None:
     close, trouble = Started.close, StillRunning("it does not end")
 
@@ -166,24 +135,14 @@ def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(
     assert measured.trouble is trouble
 
 
-def test_folders_of_killed_runs_are_removed(take: Take, temporary: Path) -> None:
-    for name in ("weighin-run-1", "another"):
-        (temporary / name).mkdir()
-    take("exit 0")
-    assert [path.name for path in temporary.iterdir()] == ["another"]
-
-
 def _writing(kernel: Kernel, *figures: tuple[str, str, object]) -> str:
     """Return a script that writes the kernel's figures of its own group: (name on v1, on v2, value).
 
     Files are not truncated, because they are read meanwhile.
     """
     is_v1 = kernel.memory != kernel.unified
-    lines = [
-        f"printf '{value}' 1<> {v1 if is_v1 else v2}"
-        for v1, v2, value in figures
-        if (v1 if is_v1 else v2)
-    ]
+    files = [(v1 if is_v1 else v2, value) for v1, v2, value in figures]
+    lines = [f"printf '{value}' 1<> {file}" for file, value in files if file]
     return "\n".join([f"cd {kernel.memory}/weighin.*", *lines, ""])
 
 
@@ -203,10 +162,17 @@ def figures(**changes: int) -> list[tuple[str, str, object]]:
     ]
 
 
-def test_a_command_in_a_cgroup_has_the_kernels_figures(
-    kernel: Kernel, result_of: Callable[..., Result]
-) -> None:
-    result = result_of(_writing(kernel, *figures()), CgroupIsolation())
+Need = tuple[float, bool]
+
+
+def need_of(result: Result) -> Need:
+    """Return what the command needed, in MiB, and whether that was sampled."""
+    assert result.ran and result.ran.needed_bytes is not None
+    return result.ran.needed_bytes / MIB, result.ran.needed_is_sampled
+
+
+def test_a_command_in_a_cgroup_has_the_kernels_figures(kernel: Kernel, take: Take) -> None:
+    result = take(_writing(kernel, *figures()), CgroupIsolation()).result
     assert (result.outcome, result.message, result.warnings) == (Outcome.OK, "", ())
     is_v2 = kernel.memory == kernel.unified
     kernel_bytes = MIB if is_v2 else 0  # memory.stat of v1 has no line "kernel"
@@ -218,10 +184,7 @@ def test_a_command_in_a_cgroup_has_the_kernels_figures(
         shmem_sampled_bytes=MIB,
     )
     # Of the peak, only page cache can be reclaimed.
-    assert result.ran and (result.ran.needed_bytes, result.ran.needed_is_sampled) == (
-        6 * MIB,
-        False,
-    )
+    assert need_of(result) == (6, False)
     assert result.faults == Faults(26, 4, 6)
     assert (result.oom_kills, result.pressure) == (0, None)
     assert result.limit_events == ({"max": 0, "oom": 0, "oom_kill": 0} if is_v2 else None)
@@ -240,19 +203,14 @@ def test_a_command_in_a_cgroup_has_the_kernels_figures(
     ids=["above the peak", "kernel memory", "page cache"],
 )
 def test_a_need_is_sampled_where_the_mark_does_not_tell_it(
-    kernel: Kernel,
-    result_of: Callable[..., Result],
-    told: dict[str, int],
-    v1: tuple[int, bool],
-    v2: tuple[int, bool],
+    told: dict[str, int], v1: Need, v2: Need, kernel: Kernel, take: Take
 ) -> None:
-    ran = result_of(_writing(kernel, *figures(**told)), CgroupIsolation()).ran
-    mib, is_sampled = v2 if kernel.memory == kernel.unified else v1
-    assert ran and (ran.needed_bytes, ran.needed_is_sampled) == (mib * MIB, is_sampled)
+    result = take(_writing(kernel, *figures(**told)), CgroupIsolation()).result
+    assert need_of(result) == (v2 if kernel.memory == kernel.unified else v1)
 
 
 def test_a_kill_in_the_group_decides_also_if_the_command_lives_on(
-    kernel: Kernel, result_of: Callable[..., Result]
+    kernel: Kernel, take: Take
 ) -> None:
     is_v1 = kernel.memory != kernel.unified
     kill = (
@@ -260,7 +218,7 @@ def test_a_kill_in_the_group_decides_also_if_the_command_lives_on(
         ("", "memory.events.local", "max 3\\noom 1\\noom_kill 1\\n"),
     )
     script = _writing(kernel, *figures(peak=64), *kill)
-    result = result_of(script, CgroupIsolation(), cell={"ram_limit_bytes": 64 * MIB})
+    result = take(script, CgroupIsolation(), ram=64 * MIB).result
     assert (result.outcome, result.message) == (
         Outcome.OOM_KILLED,
         "the kernel killed 1 process for lack of memory: the command reached its RAM limit of"
@@ -272,16 +230,12 @@ def test_a_kill_in_the_group_decides_also_if_the_command_lives_on(
 
 @pytest.mark.parametrize("kernel", ["v2"], indirect=True)
 def test_a_command_that_thrashes_is_ended_and_its_time_does_not_count(
-    kernel: Kernel, result_of: Callable[..., Result]
+    kernel: Kernel, take: Take
 ) -> None:
     script = _writing(kernel, *figures(peak=64, refaults=1000))
     script += "echo $$ > cgroup.procs; exec sleep 60"  # this kernel does not know whom 0 stands for
-    result = result_of(
-        script,
-        CgroupIsolation(),
-        reference=Reference(spent_ns=10**15, size_bytes=MIB),
-        cell={"ram_limit_bytes": 64 * MIB},
-    )
+    reference = Reference(spent_ns=10**15, size_bytes=MIB)
+    result = take(script, CgroupIsolation(), reference, ram=64 * MIB).result
     assert result.outcome is Outcome.THRASHING
     assert result.stopped and result.stopped.reread_bytes == 1000 * os.sysconf("SC_PAGE_SIZE")
     assert result.stopped.timeout_s is None

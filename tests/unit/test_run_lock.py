@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,49 +17,34 @@ HOLDS = (
 )
 
 
-@pytest.fixture
-def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock, with a cache of its own."""
+def measure(wait_s: float = 0, progress: Progress | None = None) -> None:
+    with runner.only_run(wait_s, progress or Progress()):
+        pass
+
+
+def test_a_second_run_is_refused_or_waits_unless_it_is_told_of_another_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has a cache of its own; its lock goes with its killed process."""
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
-    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "ours"))
+    said: list[str] = []
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS],
         env=os.environ | {"WEIGHIN_CACHE": str(tmp_path / "theirs")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    ) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
+    ) as holder:
 
+        def waiting(what: str, _: float | None) -> None:
+            said.append(what)
+            holder.kill()
 
-def measure(wait_s: float = 0, progress: Progress | None = None) -> None:
-    with runner.only_run(wait_s, progress or Progress()):
-        pass
-
-
-@pytest.mark.usefixtures("holder")
-def test_a_second_run_is_refused_unless_it_is_told_of_another_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert refused(measure) == (
-        "another run is measuring on this machine\nwait for its end: weighin bench --set wait=true;"
-        " parallel runs would distort each other's figures"
-    )
-    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "other"))
-    measure()
-
-
-def test_a_run_waits_for_another_one_and_the_lock_goes_with_its_killed_process(
-    holder: subprocess.Popen[str],
-) -> None:
-    said = []
-
-    def waiting(what: str, _: float | None) -> None:
-        said.append(what)
-        holder.kill()
-
-    measure(30, Progress(preparing=waiting))
+        assert holder.stdout
+        assert holder.stdout.readline() == "held\n"
+        assert refused(measure).startswith("another run is measuring on this machine\n")
+        with monkeypatch.context() as patch:
+            patch.setenv(LOCK_VARIABLE, str(tmp_path / "other"))
+            measure()
+        measure(30, Progress(preparing=waiting))
     assert said == ["waiting for another run on this machine to end"]
