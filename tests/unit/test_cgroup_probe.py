@@ -111,7 +111,7 @@ def test_a_lock_tells_its_own_leftovers_apart(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_a_machine_without_hierarchies(mounts: Path, table: str) -> None:
     mounts.write_text(table)
-    assert cgroup.memory_hierarchy() is cgroup.pressure_hierarchy() is None
+    assert (cgroup.memory_hierarchy(), cgroup.pressure_hierarchy()) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,8 @@ parent.send("three", text="x" * 1_000_000)
     with python(code) as child:
         assert child.receive(60) == {"event": "one"}
         child.send("answer", odd={"é\n": [1, None]})
-        assert child.receive(60) == {
-            "event": "two",
-            "told": {"event": "answer", "odd": {"é\n": [1, None]}},
-        }
+        told = {"event": "answer", "odd": {"é\n": [1, None]}}
+        assert child.receive(60) == {"event": "two", "told": told}
         assert child.receive(60) == {"event": "three", "text": "x" * 1_000_000}
         assert child.receive(60) is None
 
@@ -46,25 +44,19 @@ parent.send("three", text="x" * 1_000_000)
 CUT = "os.write(parent._socket.fileno(), b'to')\n"
 
 
-@pytest.mark.parametrize(
-    ("code", "printed"),
-    [
-        (CUT, b""),
-        (CUT + "os.fork() or time.sleep(600)", b""),
-        ("print('said'); os.fork() or time.sleep(600)", b"said\n"),
-        ("os.close(1); os.close(2); time.sleep(600)", None),
-        ("time.sleep(600)", None),
-    ],
-    ids=[
-        "killed inside an event",
-        "a fork holds the socket inside an event",
-        "its own child holds all open",
-        "its output is closed",
-        "silence",
-    ],
-)
-def test_what_comes_after_an_event(code: str, printed: bytes | None) -> None:
+AFTER: dict[str, tuple[str, bytes | None]] = {
+    "killed inside an event": (CUT, b""),
+    "a fork holds the socket inside an event": (CUT + "os.fork() or time.sleep(600)", b""),
+    "its own child holds all open": ("print('said'); os.fork() or time.sleep(600)", b"said\n"),
+    "its output is closed": ("os.close(1); os.close(2); time.sleep(600)", None),
+    "silence": ("time.sleep(600)", None),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_what_comes_after_an_event(name: str) -> None:
     """Nothing, once the child has ended; nothing in time, if it has not (``printed`` is None)."""
+    code, printed = AFTER[name]
     with python("parent.send('one')\n" + code) as child:
         assert child.receive(60) == {"event": "one"}
         if printed is None:

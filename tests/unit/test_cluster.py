@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -72,16 +73,12 @@ def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="no node says what it has: a"):
         silent.find()
     silent._labels, silent._code = {}, ""
-    asked: list[tuple[int, str]] = []
-
-    def options(*, num_gpus: int, label_selector: dict[str, str]) -> Any:
-        asked.append((num_gpus, label_selector["ray.io/node-id"]))
-        return SimpleNamespace(remote=lambda _: SimpleNamespace(future=Future))
-
-    monkeypatch.setattr(silent, "_task", SimpleNamespace(options=options), raising=False)
+    task = Mock()
+    monkeypatch.setattr(silent, "_task", task, raising=False)
     Cluster.submit(silent, {}, {"c"}, 1)
-    ((gpus, where),) = asked
-    assert where.startswith("!in(") and gpus == 1
+    asked = task.options.call_args.kwargs
+    where = asked["label_selector"]["ray.io/node-id"]
+    assert where.startswith("!in(") and asked["num_gpus"] == 1
     assert set(where[4:-1].split(",")) == set("abc")
 
 
@@ -91,12 +88,9 @@ def test_a_node_that_is_lost_before_it_answers_does_not_measure() -> None:
 
 
 def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied() -> None:
-        raise PermissionError("environ")
-
     here = SimpleNamespace(get_node_id=lambda: "a")
     monkeypatch.setattr("ray.get_runtime_context", lambda: here)
-    monkeypatch.setattr("psutil.Process", denied)
+    monkeypatch.setattr("psutil.Process", Mock(side_effect=PermissionError("environ")))
     place, told = cluster.run({"kind": "measure"})
     assert (place, told["error"]["exit_code"]) == ("a", 2)
     why = "weighin does not start on this node: PermissionError('environ')"
@@ -104,10 +98,7 @@ def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_signal_ends_the_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check() -> None:
-        raise Interrupted("stopped")
-
-    monkeypatch.setattr(interrupts, "check", check)
+    monkeypatch.setattr(interrupts, "check", Mock(side_effect=Interrupted("stopped")))
     silent = Silent("a", "a")
     with pytest.raises(Interrupted):
         silent.find()

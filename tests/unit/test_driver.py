@@ -29,6 +29,8 @@ from weighin.settings.definition import Settings
 from weighin.units import GIB
 
 Told = dict[str, dict[str, Any]]
+Assignment = Mapping[str, Any]
+Places = Collection[str]
 
 SMALL = Node("s", "small", 8 * GIB, 6 * GIB, {"process": ""})
 LARGE = Node("l", "large", 64 * GIB, 60 * GIB, {"process": ""}, (16 * GIB,))
@@ -62,17 +64,13 @@ class Crew:
     def gpus(self) -> dict[str, int]:
         return {place: len(node.gpu_bytes) for place, node in self.nodes.items()}
 
-    def submit(
-        self, assignment: Mapping[str, Any], without: Collection[str], gpus: int
-    ) -> Future[Answer]:
+    def submit(self, assignment: Assignment, without: Places, gpus: int) -> Future[Answer]:
         cancelled, asked = Event(), {**assignment, "gpus": gpus}
         future = self.pool.submit(self.measure, asked, without, cancelled)
         future.cancelled_by = cancelled  # type: ignore[attr-defined]
         return future
 
-    def measure(
-        self, assignment: Mapping[str, Any], without: Collection[str], cancelled: Event
-    ) -> Answer:
+    def measure(self, assignment: Assignment, without: Places, cancelled: Event) -> Answer:
         while True:
             able = [n for n, count in self.gpus.items() if count >= assignment["gpus"]]
             if able := [place for place in able if place not in without]:
@@ -140,35 +138,25 @@ def small_says(told: Told) -> Callable[[Node, dict[str, Any]], Told]:
 TWO = cells(4 * GIB, 4 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("answer", "nodes", "planned", "records", "error"),
-    [
-        # A limit is never above the free RAM of its node.
-        (measured, [SMALL, LARGE], cells(32 * GIB, 7 * GIB), ["0l", "1l"], ""),
-        (small_says(SHORT), [SMALL, LARGE], TWO, ["0l", "1l"], ""),
-        (first_then(SHORT), [SMALL], TWO, ["0s", "1s"], ""),
-        (lambda *_: SHORT, [SMALL], TWO[:1], [], "small has 1.000 GiB free, less than --ram 4GiB"),
-        (measured, [SMALL, TINY], cells(7 * GIB), [],
-         "1 cell cannot run: --ram 7GiB is more than tiny has (1.000 GiB); small has 6.000 GiB free,"
-         " less than --ram 7GiB\nfree memory on a node, or add a node"),
-        (lambda _, cell: SHORT if cell["device"] == "cuda" else MEASURED, [LARGE],
-         [*ON_GPU, *cells(None, None)], ["0l", "1l"], "1 cell cannot run: large has no cuda"),
-        (small_says(FULL), [SMALL, LARGE], cells(*[None] * 5), ["0l", "1l", "2l", "3l", "4l"], ""),
-        (small_says(FULL), [SMALL], cells(None), [], "1 cell cannot run, no node is left: small: the disk is full"),
-        # A record counts although the node failed after it.
-        (lambda *_: MEASURED | FULL, [SMALL], TWO[:1], ["0s"], ""),
-    ],
-    ids=["limits", "short node", "short once", "short for ever", "fits nowhere", "lost GPU",
-         "full disk", "full disk alone", "record, then full"],
-)  # fmt: skip
-def test_what_becomes_of_the_cells(
-    tmp_path: Path,
-    answer: Callable[[Node, dict[str, Any]], Told],
-    nodes: list[Node],
-    planned: list[Cell],
-    records: list[str],
-    error: str,
-) -> None:
+BECOMES: dict[str, tuple[Callable[..., Told], list[Node], list[Cell], list[str], str]] = {
+    "a limit is never above the free RAM of its node": (measured, [SMALL, LARGE], cells(32 * GIB, 7 * GIB), ["0l", "1l"], ""),
+    "a node is short": (small_says(SHORT), [SMALL, LARGE], TWO, ["0l", "1l"], ""),
+    "a node is short once": (first_then(SHORT), [SMALL], TWO, ["0s", "1s"], ""),
+    "a node is short for ever": (lambda *_: SHORT, [SMALL], TWO[:1], [], "small has 1.000 GiB free, less than --ram 4GiB"),
+    "it fits nowhere": (measured, [SMALL, TINY], cells(7 * GIB), [],
+        "1 cell cannot run: --ram 7GiB is more than tiny has (1.000 GiB); small has 6.000 GiB free,"
+        " less than --ram 7GiB\nfree memory on a node, or add a node"),
+    "a GPU is lost": (lambda _, cell: SHORT if cell["device"] == "cuda" else MEASURED, [LARGE],
+        [*ON_GPU, *cells(None, None)], ["0l", "1l"], "1 cell cannot run: large has no cuda"),
+    "a disk is full": (small_says(FULL), [SMALL, LARGE], cells(*[None] * 5), ["0l", "1l", "2l", "3l", "4l"], ""),
+    "the only disk is full": (small_says(FULL), [SMALL], cells(None), [], "1 cell cannot run, no node is left: small: the disk is full"),
+    "a record counts although its node failed after it": (lambda *_: MEASURED | FULL, [SMALL], TWO[:1], ["0s"], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BECOMES)
+def test_what_becomes_of_the_cells(tmp_path: Path, name: str) -> None:
+    answer, nodes, planned, records, error = BECOMES[name]
     crew = Crew(answer, *nodes)
     if error:
         assert error in refused(run, tmp_path, crew, planned)
@@ -184,26 +172,26 @@ def test_a_cell_whose_process_died_is_a_failed_measurement(tmp_path: Path) -> No
     assert result.message == "on small: exit code -9, Killed"
 
 
-@pytest.mark.parametrize("is_small", [False, True])
-def test_no_cell_for_a_gpu_goes_to_a_node_without(tmp_path: Path, is_small: bool) -> None:
+@pytest.mark.parametrize("others", [{}, {"l": LARGE}], ids=["alone", "beside another"])
+def test_no_cell_for_a_gpu_goes_to_a_node_without(tmp_path: Path, others: dict[str, Node]) -> None:
     def answer(*_: object) -> Told:
-        crew.nodes = {"s": SMALL} if is_small else {"s": SMALL, "l": LARGE}
+        crew.nodes = {"s": SMALL, **others}
         return MEASURED
 
     crew, planned = Crew(answer, LARGE), cells(None, None, None, device="cuda")
-    if is_small:  # the first cell may be taken back before it ends
-        told = refused(run, tmp_path, crew, planned)
-        assert told[1:].startswith(" cells cannot run: small has no cuda")
-    else:
+    if others:
         run(tmp_path, crew, planned)
         assert recorded(tmp_path) == ["0l", "1l", "2l"]
+    else:  # the first cell may be taken back before it ends
+        told = refused(run, tmp_path, crew, planned)
+        assert told[1:].startswith(" cells cannot run: small has no cuda")
 
 
 def test_a_cell_reserves_gpus_and_is_taken_back_if_they_are_lost(tmp_path: Path) -> None:
     large, reserved = replace(LARGE, gpu_bytes=(GIB, GIB)), []
 
     class Loses(Crew):
-        def measure(self, assignment: Mapping[str, Any], *others: Any) -> Answer:
+        def measure(self, assignment: Assignment, *others: Any) -> Answer:
             reserved.append(assignment["gpus"])
             self.nodes = {"one": replace(LARGE, id="one")}
             return super().measure(assignment, *others)
@@ -215,7 +203,7 @@ def test_a_cell_reserves_gpus_and_is_taken_back_if_they_are_lost(tmp_path: Path)
 
 def test_a_cell_for_a_gpu_needs_that_gpu_and_its_memory() -> None:
     def lacks(node: Node, **fields: Any) -> str:
-        return Demand.of(cells(None, **fields)[0]).obstacle(node, is_now=True)
+        return Demand.of(*cells(None, **fields)).obstacle(node, is_now=True)
 
     assert lacks(SMALL, device="cuda") == "small has no cuda"
     assert lacks(LARGE, device="cuda") == ""
@@ -236,7 +224,7 @@ def test_the_test_of_a_worker_gets_all_limits_of_the_run(tmp_path: Path) -> None
     sent = []
 
     class Asked(Crew):
-        def submit(self, assignment: Mapping[str, Any], *others: Any) -> Future[Answer]:
+        def submit(self, assignment: Assignment, *others: Any) -> Future[Answer]:
             sent.append((len(assignment["is_tested"]), sorted(assignment["limits"])))
             return super().submit(assignment, *others)
 
@@ -283,9 +271,7 @@ def test_the_cells_that_run_at_once_are_not_stopped_by_the_error_of_one(tmp_path
     class Slow(Crew):
         slots = 2
 
-        def measure(
-            self, assignment: Mapping[str, Any], without: Collection[str], cancelled: Event
-        ) -> Answer:
+        def measure(self, assignment: Assignment, without: Places, cancelled: Event) -> Answer:
             answer = super().measure(assignment, without, cancelled)
             if "error" in answer[1]:
                 assert others_run.wait(60)
@@ -330,13 +316,16 @@ def test_a_node_that_was_left_out_and_then_lost_is_told_once(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("path", ["../owned", "/tmp/owned", "plan.json", "samples/../../owned"])
 def test_a_node_can_write_no_file_that_no_record_names(tmp_path: Path, path: str) -> None:
+    def files() -> dict[Path, bytes]:
+        return {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
+
     planned = cells(None)
     run_folder.write_plan(tmp_path / "run", planned)
-    before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
+    before = files()
     told = {"record": MEASURED["record"] | {"files": {path: "owned"}}}
     with pytest.raises(RecordError, match="none of its sample files"):
         run(tmp_path / "run", Crew(lambda *_: told, SMALL), planned)
-    assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
+    assert files() == before
 
 
 # -- a node
@@ -346,10 +335,9 @@ def test_a_node_can_write_no_file_that_no_record_names(tmp_path: Path, path: str
 def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Let a node measure a cell; return the cells that were measured, and what was sent."""
     done: list[Any] = []
-
-    class Parent:
-        def send(self, event: str, **fields: Any) -> None:
-            done.append(f"{event} {fields['gpu_bytes']}")
+    parent: Any = SimpleNamespace(
+        send=lambda event, **told: done.append((event, told["gpu_bytes"]))
+    )
 
     def measure(cell: Cell) -> list[Any]:
         task = Run(tmp_path, [Planned(cell)], ProcessIsolation())
@@ -357,7 +345,7 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         monkeypatch.setattr("weighin.run.runner.run", lambda *_: done.append(cell))
         monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))
         told = {"cell": asdict(cell), "settings": {}, "is_tested": True, "limits": []}
-        fleet_node._measure(told | {"patience_s": 1}, Parent())  # type: ignore[arg-type]
+        fleet_node._measure(told | {"patience_s": 1}, parent)
         return done
 
     return measure
@@ -367,7 +355,7 @@ def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(
     measure: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weighin.probes.gpu_memory.look", GpuAnswer)
-    assert measure(ON_GPU[0]) == ["short []"]
+    assert measure(ON_GPU[0]) == [("short", [])]
 
 
 def test_a_node_waits_for_its_own_free_ram(

@@ -59,9 +59,7 @@ def test_limits_that_fit_together_are_accepted() -> None:
 
 
 @pytest.mark.usefixtures("_limited")
-def test_limits_fit_together_into_the_cgroup_around_the_cells_unless_the_engine_has_others() -> (
-    None
-):
+def test_limits_fit_into_the_cgroup_around_the_cells_unless_the_engine_has_others() -> None:
     jobs.check_jobs(run_with(2 * GIB, 2 * GIB, isolation=CgroupIsolation()), 2)
     too_much = run_with(2 * GIB, 3 * GIB, isolation=CgroupIsolation())
     assert refused(jobs.check_jobs, too_much, 2) == no_room(5, 4)

@@ -75,24 +75,22 @@ def test_the_outcome_of_a_worker_that_ended(same: Compare) -> None:
     same("judged.txt", text)
 
 
-@pytest.mark.parametrize(
-    ("lines", "names", "load_ns", "ready_ns"),
-    [
-        ((), [], None, None),
-        (BEFORE, [], None, None),
-        (BASELINE, [], None, None),
-        (LOADED, ["read"], 1000, None),
-        (READY, ["read", "touch"], 1000, 1200),  # the load, and one reading of every byte
-        (DONE, ["read", "touch"], 1000, 1200),
-    ],
-    ids=["nothing", "before", "baseline", "loaded", "ready", "done"],
-)
-def test_the_phases_of_the_load_lie_between_baseline_and_ready(
-    lines: tuple[bytes, ...], names: list[str], load_ns: int | None, ready_ns: int | None
-) -> None:
+LOADS: dict[str, tuple[tuple[bytes, ...], list[str], int | None, int | None]] = {
+    "nothing": ((), [], None, None),
+    "before": (BEFORE, [], None, None),
+    "baseline": (BASELINE, [], None, None),
+    "loaded": (LOADED, ["read"], 1000, None),
+    "ready": (READY, ["read", "touch"], 1000, 1200),  # the load, and one reading of every byte
+    "done": (DONE, ["read", "touch"], 1000, 1200),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_the_phases_of_the_load_lie_between_baseline_and_ready(name: str) -> None:
+    lines, *expected = LOADS[name]
     track = told(*lines)
-    assert [phase.name for phase in track.load_phases] == names
-    assert (track.told.load_ns, track.ready_ns) == (load_ns, ready_ns)
+    names = [phase.name for phase in track.load_phases]
+    assert [names, track.told.load_ns, track.ready_ns] == expected
 
 
 def test_a_gap_that_counts_as_a_phase_does_not_move_the_rank_that_hangs() -> None:
@@ -120,20 +118,20 @@ def result(peaks: dict[str, int], **changes: Any) -> Result:
     return replace(plain, **changes)
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        (result({}), ""),
-        (result({"anon_sampled": 410, "rss": 450}), "outside of its cgroup"),
-        (result({"anon_sampled": 410}, number=2, ranks=(Rank(), Rank())), ""),  # they share it
-        (result({"cgroup": 520}), "the limit was changed"),
-        (result({"anon_sampled": 320}), "the peak was reset"),
-        (result({"rss": 80, "anon_sampled": 60}), "the memory before the load"),
-        (result({}, ready_ns=31), "longer than the whole measurement"),
-    ],
-    ids=["none", "outside", "ranks", "limit", "reset", "before", "time"],
-)
-def test_a_contradiction_voids_a_result(result: Result, words: str) -> None:
+VOID: dict[str, tuple[Result, str]] = {
+    "none": (result({}), ""),
+    "outside": (result({"anon_sampled": 410, "rss": 450}), "outside of its cgroup"),
+    "ranks": (result({"anon_sampled": 410}, number=2, ranks=(Rank(), Rank())), ""),  # they share it
+    "limit": (result({"cgroup": 520}), "the limit was changed"),
+    "reset": (result({"anon_sampled": 320}), "the peak was reset"),
+    "before": (result({"rss": 80, "anon_sampled": 60}), "the memory before the load"),
+    "time": (result({}, ready_ns=31), "longer than the whole measurement"),
+}
+
+
+@pytest.mark.parametrize("name", VOID)
+def test_a_contradiction_voids_a_result(name: str) -> None:
+    result, words = VOID[name]
     spent_ns = max(result.ready_ns or 0, result.load_ns or 0)
     assert result.cost
     said = contradiction(result.cell, result.peaks, result.baseline, spent_ns, result.cost.wall_ns)

@@ -71,9 +71,13 @@ def asked(*scripts: Any, **suite: Any) -> Run:
     return replace(run, isolation=PlayedIsolation(*scripts))
 
 
-def jobs_of(run: Run) -> list[Any]:
+def played(run: Run) -> PlayedIsolation:
     assert isinstance(run.isolation, PlayedIsolation)
-    return run.isolation.jobs
+    return run.isolation
+
+
+def jobs_of(run: Run) -> list[Any]:
+    return played(run).jobs
 
 
 def complaint(run: Run) -> str:
@@ -92,8 +96,7 @@ def changed(run: Run, **cell: Any) -> Run:
 
 def test_a_run_removes_leftovers_tests_a_worker_and_measures_each_cell(compiled: list[str]) -> None:
     run = asked(BASELINE, DONE, strategies=TWO)
-    assert isinstance(run.isolation, PlayedIsolation)
-    run.isolation.leftovers = ["cgroup x"]
+    played(run).leftovers = ["cgroup x"]
     (saving := temporary_folders.folder() / "saving" / "dead").mkdir(parents=True)
     told = Told()
     results = runner.run(run, told.progress)
@@ -117,7 +120,7 @@ def test_a_run_removes_leftovers_tests_a_worker_and_measures_each_cell(compiled:
     assert environment["ram_bytes"] and environment["weighin"]
     model_bytes = cache.ensure(run.planned[0].cell.model, "pt").manifest().model_bytes("float32")
     assert results[0].model_bytes == model_bytes > 0
-    assert run.isolation.steps == ["check", "remove stale"]
+    assert played(run).steps == ["check", "remove stale"]
     assert Path("run/samples").is_dir()
 
 
@@ -149,12 +152,10 @@ def test_a_limit_below_that_of_an_import_is_refused(
     ranks: int, import_mib: int, least: str
 ) -> None:
     """The baseline has 200 MiB of anonymous and 50 MiB of shared memory; page cache does not count."""
-    before = memory(300, shmem_bytes=50 * MIB)
-    first = [fakes.event("baseline", baseline_ns=1, baseline=before)]
-    run = asked(first, first, DONE)
-    enough = changed(run, ram_limit_bytes=import_mib * MIB, ranks=ranks)
+    before, limit = memory(300, shmem_bytes=50 * MIB), import_mib * MIB - 1
+    run = asked([fakes.event("baseline", baseline_ns=1, baseline=before)])
+    enough = changed(run, ram_limit_bytes=limit + 1, ranks=ranks)
     Loads(enough, enough.planned, Progress())
-    limit = import_mib * MIB - 1
     assert complaint(changed(run, ram_limit_bytes=limit, ranks=ranks)) == (
         f"--ram {limit}B is less than `import torch` alone needs here ({import_mib}.000 MiB)\n"
         f"give at least {least} plus the size of the weights"
@@ -163,25 +164,22 @@ def test_a_limit_below_that_of_an_import_is_refused(
 
 
 NOTHING = "nothing can be measured under --isolation process:"
+FIRST_WORKERS: dict[str, tuple[list[Any], bytes, str]] = {
+    "ends": ([begin("import")], b"", f"{NOTHING} the measured process ended with exit code 0 in phase 'import'"),
+    "ends with an error": ([begin("import")], b"first\nImportError: no torch\n", f"{NOTHING} the measured process ended with exit code 0 in phase 'import': ImportError: no torch"),
+    "fails": ([failed("measurement_failed", "before the load: no torch")], b"", "nothing can be measured: before the load: no torch"),
+    "hangs": ([TimeoutError], b"", f"{NOTHING} still running after 0.4 s, before its first phase"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("script", "stderr", "said"),
-    [
-        ([begin("import")], b"", f"{NOTHING} the measured process ended with exit code 0 in phase 'import'"),
-        ([begin("import")], b"first\nImportError: no torch\n", f"{NOTHING} the measured process ended with exit code 0 in phase 'import': ImportError: no torch"),
-        ([failed("measurement_failed", "before the load: no torch")], b"", "nothing can be measured: before the load: no torch"),
-        ([TimeoutError], b"", f"{NOTHING} still running after 0.4 s, before its first phase"),
-    ],
-    ids=["ends", "ends with an error", "fails", "hangs"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", FIRST_WORKERS)
 def test_a_first_worker_that_fails_stops_the_run(
-    monkeypatch: pytest.MonkeyPatch, script: list[Any], stderr: bytes, said: str
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    script, stderr, said = FIRST_WORKERS[name]
     monkeypatch.setattr(loads, "_PROBE_TIMEOUT_S", 0.4)
     run = asked(script)
-    assert isinstance(run.isolation, PlayedIsolation)
-    run.isolation.stderr_tail = stderr
+    played(run).stderr_tail = stderr
     assert complaint(run).split("\n")[0] == said
     assert not run.folder.exists()
 
@@ -211,8 +209,8 @@ def test_a_cell_that_is_skipped_has_its_reason_and_the_machine() -> None:
 
 def test_a_run_of_skipped_cells_prepares_nothing() -> None:
     run = asked(DONE)
-    planned = [replace(run.planned[0], skip="broken")]
-    (result,) = runner.run(replace(run, planned=planned), Progress())
+    broken = [replace(run.planned[0], skip="broken")]
+    (result,) = runner.run(replace(run, planned=broken), Progress())
     assert (result.outcome, result.environment, jobs_of(run)) == (Outcome.SKIPPED, {}, [])
 
 
@@ -315,15 +313,13 @@ def test_a_run_on_slow_disks_needs_fuse(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> None:
-    run = asked(BASELINE, DONE, strategies=TWO)
-
     class Gone(PlayedIsolation):
         def start(self, cell: Any, *arguments: Any) -> Any:
             if cell.strategy == "sequential":
                 raise CheckpointError("gone", "start it")
             return super().start(cell, *arguments)
 
-    run = replace(run, isolation=Gone(BASELINE, DONE))
+    run = replace(asked(strategies=TWO), isolation=Gone(BASELINE, DONE))
     assert complaint(run) == "gone\nstart it"
     (result,) = run_folder.read(run.folder).results
     assert result.cell.strategy == "baseline"

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fakes
 import pytest
@@ -13,8 +14,7 @@ from fakes import BASELINE, JOB, PlayedIsolation, Seen, done, measure, ready, ta
 
 from weighin.cell import Job
 from weighin.probes import environment, page_cache
-from weighin.probes.cgroup import Counters
-from weighin.result import Outcome, Sample
+from weighin.result import Outcome
 from weighin.run import loads
 from weighin.units import MIB
 
@@ -101,64 +101,51 @@ def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
 
 
 WRONG = fakes.failed("wrong_weights", "1 tensor differs")
+CHANGES: dict[str, tuple[Callable[[Path], object], int, bytes, str]] = {
+    "longer": (lambda path: path.write_bytes(b"longer"), 1, done(), "0; it ended with ok"),
+    "another file": (lambda path: path.with_name("new").replace(path), 1, done(), "0; it ended with ok"),
+    "another time": (lambda path: os.utime(path, ns=(1, 1)), 1, done(), "0; it ended with ok"),
+    "gone": (Path.unlink, 1, done(), "0; it ended with ok"),
+    "in a container": (Path.unlink, 1, done(), "0; it ended with ok"),  # it is mounted read-only there
+    "three": (Path.unlink, 3, done(), "0, 1, 2; it ended with ok"),
+    "four": (Path.unlink, 4, done(), "0, 1, 2 and 1 more; it ended with ok"),
+    "five": (Path.unlink, 5, done(), "0, 1, 2 and 2 more; it ended with ok"),
+    "after a failure": (Path.unlink, 1, WRONG, "0; it ended with wrong_weights: 1 tensor differs"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "count", "isolation", "end", "message"),
-    [
-        (lambda path: path.write_bytes(b"longer"), 1, "process", done(), "0; it ended with ok"),
-        (lambda path: path.with_name("new").replace(path), 1, "process", done(), "0; it ended with ok"),
-        (lambda path: os.utime(path, ns=(1, 1)), 1, "process", done(), "0; it ended with ok"),
-        (Path.unlink, 1, "process", done(), "0; it ended with ok"),
-        (Path.unlink, 1, "docker", done(), "0; it ended with ok"),  # it is mounted read-only there
-        (Path.unlink, 3, "process", done(), "0, 1, 2; it ended with ok"),
-        (Path.unlink, 4, "process", done(), "0, 1, 2 and 1 more; it ended with ok"),
-        (Path.unlink, 5, "process", done(), "0, 1, 2 and 2 more; it ended with ok"),
-        (Path.unlink, 1, "process", WRONG, "0; it ended with wrong_weights: 1 tensor differs"),
-    ],
-    ids=["longer", "another file", "another time", "gone", "in a container", "three", "four", "five", "after a failure"],
-)  # fmt: skip
-def test_a_checkpoint_that_changed_during_the_cell_voids_it(
-    tmp_path: Path, change: Callable[[Path], object], count: int, isolation: str, end: bytes, message: str
-) -> None:  # fmt: skip
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_checkpoint_that_changed_during_the_cell_voids_it(tmp_path: Path, name: str) -> None:
+    change, count, end, message = CHANGES[name]
+    isolation, outcome, who = "process", "strategy_failed", "the strategy"
+    if name == "in a container":
+        isolation, outcome, who = "docker", "measurement_failed", "another program"
     files = [tmp_path / str(number) for number in range(count)]
     for file in (*files, tmp_path / "new"):
         file.write_bytes(b"old")
     script: list[Any] = [*BASELINE, lambda: [change(file) for file in files], end]
     job = replace(JOB, cell=replace(JOB.cell, isolation=isolation))
     result = take(PlayedIsolation(script, name=isolation), job, files, None, {}).result
-    outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
-    if isolation == "docker":
-        outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
-    assert (result.outcome, result.message) == (
-        outcome,
-        f"{who} changed the checkpoint's files during the measurement: {message}",
-    )
+    changed = f"{who} changed the checkpoint's files during the measurement: {message}"
+    assert (result.outcome, result.message) == (outcome, changed)
 
 
-def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
+def test_a_watch_that_fails_releases_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken(Seen):
-        def counters(self) -> Counters:
-            raise RuntimeError("odd")
+        counters = Mock(side_effect=RuntimeError("odd"))
 
-    started: list[fakes.FakeRunning] = []
-
-    class Noting(PlayedIsolation):
-        def start(self, *arguments: Any) -> fakes.FakeRunning:
-            started.append(super().start(*arguments))
-            return started[-1]
-
+    close = Mock()
+    monkeypatch.setattr(fakes.FakeRunning, "close", close)
     with pytest.raises(RuntimeError, match="odd"):
-        measure(Noting([*BASELINE, done()], inside=Broken()), tmp_path, JOB, [], None)
-    assert started[0].closed == 1
+        measure(PlayedIsolation([*BASELINE, done()], inside=Broken()), tmp_path, JOB, [], None)
+    assert close.call_count == 1
 
 
 class Unstartable(Seen):
-    def start(self) -> None:
-        raise RuntimeError("odd")
-
-    def stop(self) -> list[Sample]:
-        raise RuntimeError("cannot join thread before it is started")
+    start = Mock(side_effect=RuntimeError("odd"))
+    stop = Mock(side_effect=RuntimeError("cannot join thread before it is started"))
 
 
 @pytest.mark.parametrize(
@@ -174,12 +161,9 @@ class Unstartable(Seen):
 def test_a_cell_that_breaks_off_leaves_no_log_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, inside: Seen | None
 ) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("odd")
-
     log = os.open(os.devnull, os.O_RDONLY)
     monkeypatch.setattr("weighin.probes.kernel_log.position", lambda: log)
-    monkeypatch.setattr(f"weighin.run.{step}", fail)
+    monkeypatch.setattr(f"weighin.run.{step}", Mock(side_effect=RuntimeError("odd")))
     with pytest.raises(RuntimeError, match="odd"):
         measure(PlayedIsolation([*BASELINE, done()], inside=inside), tmp_path, JOB, [], None)
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,78 +23,47 @@ from weighin.isolation import cgroup, process
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.plan.task import Run
 from weighin.probes import page_cache
-from weighin.probes.cgroup import this_process
-from weighin.result import Outcome
 from weighin.run import measure as watch
 from weighin.run.runner import resumable
 
-SLEEPING = (sys.executable, "-c", "import time; time.sleep(1000)")
+SLEEPING = ("sleep", "600")
 SCRIPT = [fakes.baseline(), loaded(), ready(), done()]
 
 
-class _Isolation:
-    """Starts a worker whose end nobody sees, and whose removal fails."""
-
-    name, limits = "process", False
-
-    def __init__(self, trouble: HarnessError, script: list[Any], hangs: int) -> None:
-        self._trouble, self._script, self._hangs = trouble, script, hangs
-
-    def start(self, *_: Any) -> Any:
-        trouble = self._trouble
-
-        class Running(FakeRunning):
-            def close(self) -> None:
-                super().close()
-                raise trouble
-
-        return Running(self._script, KILLED, hangs=self._hangs)
-
-
 STAYS = "the measured process was still running when this was recorded: SIGKILL did not end it"
+LATE = "still running after 0.25 s, in phase 'read'"
 
 
-@pytest.mark.parametrize(
-    ("script", "hangs", "trouble", "outcome", "message"),
-    [
-        (SCRIPT, 99, StillRunning("process 5 does not end"), Outcome.OK, ""),
-        (
-            [fakes.begin("read"), TimeoutError], 99, StillRunning("process 5 does not end"),
-            Outcome.TIMEOUT, "still running after 0.25 s, in phase 'read'",
-        ),
-        (SCRIPT, 0, IsolationUnavailable("no engine"), Outcome.OK, ""),
-    ],
-    ids=["it does not die", "it does not die when its time is over", "the engine is gone"],
-)  # fmt: skip
+LASTS, NO_ENGINE = StillRunning("process 5 does not end"), IsolationUnavailable("no engine")
+STUCK: dict[str, tuple[list[Any], int, HarnessError, tuple[str, str], int]] = {
+    "it does not die": (SCRIPT, 99, LASTS, ("ok", ""), 4),
+    "it does not die when its time is over": ([fakes.begin("read"), TimeoutError], 99, LASTS, ("timeout", LATE), 4),
+    "the engine is gone": (SCRIPT, 0, NO_ENGINE, ("ok", ""), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STUCK)
 def test_a_worker_that_cannot_be_removed_has_its_result_and_then_is_told(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    script: list[Any],
-    hangs: int,
-    trouble: HarnessError,
-    outcome: Outcome,
-    message: str,
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    script, hangs, trouble, told, exit_code = STUCK[name]
     monkeypatch.setattr(page_cache, "drop", lambda _: 0)
     monkeypatch.setattr(watch, "_PATIENCE_S", 0.01)
-    isolation: Any = _Isolation(trouble, list(script), hangs)
+    running: Any = FakeRunning(script, KILLED, hangs=hangs)
+    running.close = Mock(side_effect=trouble)
+    isolation = SimpleNamespace(name="process", limits=False, start=lambda *_: running)
     measured = take(isolation, JOB, [], None, {})
-    assert (measured.result.outcome, measured.result.message) == (outcome, message)
+    assert (measured.result.outcome, measured.result.message) == told
     assert (STAYS in measured.result.warnings) == (hangs > 0)
     with pytest.raises(type(trouble)) as caught:
         measured.finish(tmp_path)
-    assert caught.value.exit_code == (4 if hangs else 3)
+    assert caught.value.exit_code == exit_code
 
 
 @pytest.fixture
-def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Signals that have no effect, as on a process in uninterruptible sleep."""
-    kill = os.kill
-    monkeypatch.setattr(os, "kill", lambda *_: None)
-    monkeypatch.setattr(os, "killpg", lambda *_: None)
-    monkeypatch.setattr(cgroup, "kill_members", lambda _: None)
-    monkeypatch.setattr(child_process, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(cgroup, "PATIENCE_S", 0.1)
+def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """Signals have no effect, as on a process in uninterruptible sleep; these groups are removed at the end."""
+    groups: list[Path] = []
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -102,16 +71,17 @@ def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         started.append(popen(*arguments, **named))
         return started[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", noting)
-    yield
-    monkeypatch.setattr(os, "kill", kill)
+    with monkeypatch.context() as patch:
+        for module, name in ((os, "kill"), (os, "killpg"), (cgroup, "kill_members")):
+            patch.setattr(module, name, lambda *_: None)
+        for module in (child_process, cgroup):
+            patch.setattr(module, "PATIENCE_S", 0.1)
+        patch.setattr(subprocess, "Popen", noting)
+        yield groups
     for one in started:
         one.kill()
         one.wait()
-    with suppress(IsolationUnavailable):
-        for group in [one for root in cgroup.roots() for one in root.glob(f"weighin.{this_process()}.*")]:  # fmt: skip
-            with suppress(OSError):
-                group.rmdir()
+    cgroup.remove(groups)
 
 
 @pytest.mark.usefixtures("deathless")
@@ -125,11 +95,10 @@ def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
 
 
 @pytest.mark.cgroup
-@pytest.mark.usefixtures("deathless")
 def test_a_cgroup_whose_worker_does_not_die_stays_and_a_later_run_is_not_stopped_by_it(
-    monkeypatch: pytest.MonkeyPatch,
+    deathless: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = cgroup.make()
+    deathless += (groups := cgroup.make())
     running = Started(SLEEPING, groups=groups)
     wait_until((groups[0] / "cgroup.procs").read_text, "the worker did not enter its cgroup")
     with pytest.raises(StillRunning):

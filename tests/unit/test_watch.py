@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fakes
 import pytest
@@ -356,16 +357,10 @@ def test_what_a_cell_takes_after_its_kill_when_its_limit_is_lifted_is_no_peak() 
 
 
 def test_a_time_out_closes_the_disk_before_the_worker_is_expected_to_end() -> None:
-    class Disk:
-        closed = 0
-
-        def close(self) -> None:
-            self.closed += 1
-
     for script, closed in (([*BASELINE, TimeoutError], 1), (DONE, 0)):
-        disk = Disk()
+        disk = Mock()
         followed(played(script, KILLED), disk=disk)
-        assert disk.closed == closed
+        assert disk.close.call_count == closed
 
 
 class Rereading(Seen):
@@ -418,12 +413,7 @@ KILLS = "; the kernel killed {} with {} of anonymous memory"
 def test_children_that_the_kernel_killed_are_named(
     kills: list[Kill], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def since(*arguments: Any) -> list[Kill]:
-        asked.append(arguments)
-        return kills
-
+    since = Mock(return_value=kills)
     monkeypatch.setattr(kernel_log, "position", lambda **_: 0)
     monkeypatch.setattr(kernel_log, "kills_since", since)
     monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", count(3).__next__)
@@ -433,4 +423,4 @@ def test_children_that_the_kernel_killed_are_named(
     result = watched(running)
     assert result.outcome is Outcome.OOM_KILLED
     assert result.message.partition("; then it failed: ")[2] == f"broken pool{named}{PEAK}"
-    assert asked[0][:3] == (0, tmp_path, running.pid)
+    assert since.call_args_list[0].args[:3] == (0, tmp_path, running.pid)
