@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from again import EVICTED, tried_again
 from harms import complaint
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
@@ -63,55 +63,39 @@ def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(offset=st.integers(0, SIZE - 1), size=st.integers(1, SIZE), cold=st.booleans())
-def test_any_stretch_cold_or_cached(
-    reader: Reader, file: Path, offset: int, size: int, cold: bool
-) -> None:
-    """Into memory that lies as in the file, without a buffer between but at its ends; and otherwise."""
-    size, start = min(size, SIZE - offset), offset % ALIGNMENT
-    wanted = CONTENT[offset : offset + size]
-    if cold:
-        page_cache.drop([file])
-    with mmap.mmap(-1, size + 2 * ALIGNMENT) as area:
-        with memoryview(area) as whole, whole[start : start + size] as target:
-            reader.read(file, target, offset)
-        assert area[start : start + size] == wanted
-        assert not any(area[:start]) and not any(area[start + size :])
-    if size <= PIECE_BYTES:
-        assert read(reader, file, offset, size) == wanted
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    offset=st.integers(0, 2 * ALIGNMENT),
-    start=st.integers(0, ALIGNMENT),
-    size=st.integers(2 * PIECE_BYTES, 3 * PIECE_BYTES),
+    offset=st.integers(0, SIZE - 1),
+    size=st.integers(1, SIZE),
+    start=st.none() | st.integers(0, ALIGNMENT),
+    cold=st.booleans(),
 )
-def test_a_stretch_that_lies_otherwise_than_its_memory_is_read_at_once(
-    reader: Reader, file: Path, offset: int, start: int, size: int
+@example(offset=5, size=SIZE - 5, start=None, cold=True)
+@example(offset=5, size=SIZE - 5, start=3, cold=True)
+def test_any_stretch_cold_or_cached_into_any_memory(
+    reader: Reader, file: Path, offset: int, size: int, start: int | None, cold: bool
 ) -> None:
-    """A disk wants large reads; what is beside the target is left alone."""
-    read_bytes: list[int] = []
+    """Memory that lies as in the file, and other; a disk wants large reads, and what is beside is left alone."""
+    start = offset % ALIGNMENT if start is None else start
+    wanted = CONTENT[offset : offset + size]
+    size, read_bytes, os_preadv = len(wanted), list[int](), os.preadv
 
     def preadv(descriptor: int, buffers: list[memoryview], at: int) -> int:
         read_bytes.append(os_preadv(descriptor, buffers, at))
         return read_bytes[-1]
 
-    page_cache.drop([file])
-    os_preadv = os.preadv
-    with mmap.mmap(-1, size + 2 * ALIGNMENT) as area:
-        with (
-            MonkeyPatch.context() as patch,
-            memoryview(area) as whole,
-            whole[start : start + size] as target,
-        ):
-            patch.setattr(os, "preadv", preadv)
+    if cold:
+        page_cache.drop([file])
+    with MonkeyPatch.context() as patch, mmap.mmap(-1, size + 2 * ALIGNMENT) as area:
+        patch.setattr(os, "preadv", preadv)
+        with memoryview(area) as whole, whole[start : start + size] as target:
             reader.read(file, target, offset)
-        assert area[start : start + size] == CONTENT[offset : offset + size]
+        assert area[start : start + size] == wanted
         assert not any(area[:start])
         assert not any(area[start + size :])
-    assert max(read_bytes) > size - 4 * ALIGNMENT
-    assert page_cache.cached([file]) == 0
+    if size >= 2 * PIECE_BYTES:
+        assert max(read_bytes) > size - 4 * ALIGNMENT
+    if size <= PIECE_BYTES:
+        assert read(reader, file, offset, size) == wanted
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -209,9 +193,10 @@ def test_a_cold_read_leaves_no_page_in_the_cache(
     os_preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *how: min(os_preadv(*how), most_bytes))
     page_cache.drop([file])
-    target = memoryview(mmap.mmap(-1, SIZE))
-    reader.read(file, target, 0)
-    assert target == CONTENT
+    for start, first in ((0, 0), (3, 777)):  # memory that lies as in the file, and other
+        target = memoryview(mmap.mmap(-1, SIZE + ALIGNMENT))[start:][: SIZE - first]
+        reader.read(file, target, first)
+        assert target == CONTENT[first:]
     for offset in range(0, 3 * PIECE_BYTES, PIECE_BYTES):
         read(reader, file, offset, PIECE_BYTES)
     assert page_cache.cached([file]) == 0
