@@ -9,6 +9,7 @@ import pytest
 import torch
 from factories import refused
 from safetensors.torch import save_file
+from snapshots import Compare
 
 from weighin import load_pretrained, load_streaming
 from weighin.cell import SYNTHESISED
@@ -86,23 +87,6 @@ def test_a_built_in_name_comes_before_a_path_of_the_same_name() -> None:
     assert chosen("./gpt2-tiny").checkpoint == Path("gpt2-tiny")
 
 
-def test_a_missing_path_is_no_name_and_another_name_an_id_of_the_hub(here: Path) -> None:
-    for name in ("gone.safetensors", "../gone", "/gone/x", "~/gone", "shards/gone", "a/b/c"):
-        assert refused(chosen, name) == f"{name}: no such file or folder\ncheck the path"
-    assert refused(chosen, "Some/Model") == (
-        f"Some/Model is not in the Hub's cache {here}/hub, and weighin downloads no model\n"
-        "hf download Some/Model"
-    )
-
-
-def test_a_file_takes_no_arguments() -> None:
-    for name in ("w.pt", "from:w.pt"):
-        assert f"{name} takes no arguments" in refused(chosen, name, kwargs={"width": 2})
-    mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
-    said = refused(chosen, [mine, "gpt2-tiny"], key="a")
-    assert "but each model has one of its own" in said
-
-
 def test_each_model_of_a_suite_may_have_weights_and_a_dtype_of_its_own() -> None:
     torch.save(TENSORS, "v.pt")
     w: dict[str, Any] = {"name": "w", "checkpoint": "w.pt", "builder": "torch.nn:Module"}
@@ -117,42 +101,38 @@ def test_a_key_selects_weights_of_a_checkpoint() -> None:
     torch.save({"net": TENSORS}, "train.pt")
     selected = registry.model("from:train.pt", None, Selection("net"))
     assert chosen("train.pt", key="net").specs == (selected,)
-    assert "select weights in your own checkpoint" in refused(chosen, "gpt2-tiny", key="net")
 
 
-def test_a_path_is_no_id_of_the_hub_in_python_either(here: Path) -> None:
+MINE = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
+ODD = ("a\0b", "~nobody-of-this-name/x", "x" * 300)
+BY_LOADER = ("mine/model", "./gone", "./owner/gone", "./owner/cached", *ODD)
+CHOSEN: list[tuple[Any, dict[str, Any]]] = [
+    *((f"{path}gone", {}) for path in ("../", "/", "~/", "shards/", "a/b/")),
+    *((name, {}) for name in ("gone.safetensors", "Some/Model", "./float64", *ODD)),
+    *((name, {"kwargs": {"width": 2}}) for name in ("w.pt", "from:w.pt")),
+    *((name, {"key": "a"}) for name in ("gpt2-tiny", [MINE, "gpt2-tiny"])),
+]
+
+
+def test_what_is_no_model_and_what_a_model_does_not_take_is_named(
+    here: Path, same: Compare
+) -> None:
+    """In Python a path is no id of the Hub, either."""
     (here / "mine" / "model").mkdir(parents=True)
-    assert refused(load_pretrained, "mine/model").startswith("mine/model: an empty folder")
     (here / "hub/models--owner--cached/snapshots/main").mkdir(parents=True)
-    for name in ("./gone", "./owner/gone", "./owner/cached"):
-        assert refused(load_pretrained, name) == f"{name}: no such file or folder\ncheck the path"
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("a\0b", "embedded null byte"),
-        ("~nobody-of-this-name/x", "Could not determine home directory."),
-        ("x" * 300, "File name too long"),
-    ],
-    ids=["null", "home", "long"],
-)
-def test_a_path_that_cannot_exist_is_refused(name: str, why: str) -> None:
-    for act in (load_pretrained, chosen, lambda path: registry.weights_of(Path(path))):
-        assert refused(act, name).startswith(f"{name}: cannot be read: {why}\n")
-    said = refused(load_streaming, torch.nn.Linear(2, 2), name)
-    assert said == f"{name}: no such file or folder\ncheck the path"
-
-
-def test_a_folder_in_a_dtype_that_no_cell_has_is_refused() -> None:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float64"}
-    Path("model").mkdir()
-    Path("model/config.json").write_text(json.dumps(config))
-    save_file({"model.norm.weight": torch.zeros(2)}, "model/model.safetensors")
-    assert refused(chosen, "./model") == (
-        "model has the dtype float64, but weighin cannot load a model in this dtype\n"
-        "choose another dtype for the loaded model: --dtype float32, bfloat16 or float16"
-    )
+    Path("float64").mkdir()
+    Path("float64/config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.zeros(2)}, "float64/model.safetensors")
+    said = [refused(chosen, name, **options) for name, options in CHOSEN]
+    said += [refused(load_pretrained, name) for name in BY_LOADER]
+    for name in ODD:
+        said.append(refused(registry.weights_of, Path(name)))
+        assert refused(load_streaming, torch.nn.Linear(2, 2), name) == (
+            f"{name}: no such file or folder\ncheck the path"
+        )
+    text = "\n".join(said).replace(str(here), "HERE").replace("\0", "NUL")
+    same("no_models.txt", f"{text}\n")
 
 
 def test_the_current_folder_is_searched_only_for_a_model_of_a_module(here: Path) -> None:

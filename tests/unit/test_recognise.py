@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from harms import complaint
+from pytest import MonkeyPatch
 from snapshots import Compare
 from state_files import assert_same, read_state
 
@@ -108,33 +109,6 @@ def test_a_length_that_equals_a_magic_number_is_a_length(tmp_path: Path, magic: 
     assert (found.format, [one.name for one in found]) == ("safetensors", ["weight"])
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"}q\0U\1ak\1s.", "a pickle that torch.save did not write"),
-        (b"PK of the table: none", "a text file, not a checkpoint; it begins with 'PK of"),
-        ("ä".encode() * 300, "a text file, not a checkpoint; it begins with 'ää"),
-        (b"Salted__" + bytes(range(200)), "encrypted with openssl"),
-        (b"\x7fELF" + bytes(range(200)), "a compiled program or library"),
-        (("m/archive_format", "m/data/aotinductor/model/a.so"), "a compiled model (AOTInductor)"),
-        (("m/.data/extern_modules", "m/model.pkl"), "a package of code and weights (torch.package)"),
-        (("m/version", "m/.data/serialization_id"), "a file of torch.save without data.pkl"),
-        (("a", "b", "c", "d", "e/"), "a zip archive of other files: a, b, c and 1 more"),
-    ],
-    ids=["pickle", "PK", "text", "encrypted", "program", "AOTInductor", "torch.package", "no data.pkl", "other files"],
-)  # fmt: skip
-def test_a_file_is_named_by_its_first_bytes_or_records(
-    tmp_path: Path, content: bytes | tuple[str, ...], words: str
-) -> None:
-    path = tmp_path / "model.bin"
-    names = content if isinstance(content, tuple) else ()
-    path.write_bytes(content if isinstance(content, bytes) else zipped(dict.fromkeys(names, b"")))
-    error = complaint(formats.read, path)
-    assert error.message.startswith(f"{path}: {words}")
-    assert error.repair
-    assert names or "download" not in error.repair
-
-
 def test_folders_of_long_names_in_a_zip_archive_take_little(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(zipped({f"{number}{'x' * 60_000}/": b"" for number in range(10)}))
@@ -191,14 +165,22 @@ FOLDERS: dict[str, dict[str, str]] = {
     "a run of weighin": {"plan.json": "{}", "results.jsonl": ""},
     "notes": {"notes.txt": ""},
 }  # fmt: skip
+BYTES = bytes(range(200))
 FILES = {
     "cut.gguf": b"GGUF\3\0\0\0", "gguf.safetensors": b"GGUF\3\0\0\0", "zip.gguf": b"PK\3\4",
-    "nets.py": b"def build(): ...",
+    "nets.py": b"def build(): ...", "dict.bin": b"}q\0U\1ak\1s.", "PK.bin": b"PK of the table: none",
+    "umlauts.bin": "ä".encode() * 300, "encrypted.bin": b"Salted__" + BYTES, "program.bin": b"\x7fELF" + BYTES,
 }  # fmt: skip
+ARCHIVES = {
+    "compiled.bin": ("m/archive_format", "m/data/aotinductor/model/a.so"),
+    "package.bin": ("m/.data/extern_modules", "m/model.pkl"),
+    "nothing.bin": ("m/version", "m/.data/serialization_id"),
+    "five.bin": ("a", "b", "c", "d", "e/"),
+}
 
 
 def test_a_folder_or_a_file_says_what_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: Compare
+    tmp_path: Path, monkeypatch: MonkeyPatch, same: Compare
 ) -> None:
     said = []
     for title, files in FOLDERS.items():
@@ -211,7 +193,8 @@ def test_a_folder_or_a_file_says_what_it_is(
         assert str(complaint(formats.detect, folder)) == error
         said.append(f"{title}:\n{error.replace(str(folder), 'F')}\n")
     monkeypatch.chdir(tmp_path)
-    for name, content in FILES.items():
+    archives = {name: zipped(dict.fromkeys(names, b"")) for name, names in ARCHIVES.items()}
+    for name, content in (FILES | archives).items():
         Path(name).write_bytes(content)
         said.append(f"{complaint(registry.model, name)}\n")
     same("unknown_folders.txt", "\n".join(said))
