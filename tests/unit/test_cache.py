@@ -5,6 +5,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from leftovers import lives, wait_until
 
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache, temporary_folders
+from weighin.child_process import Child, environment
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 
 TIED = ModelSpec(
@@ -195,3 +198,40 @@ def test_listing_and_clearing_stay_in_the_cache(root: Path, tmp_path: Path) -> N
     assert len(cache.list_entries()) == len(cache.clear()) == 1
     assert cache.list_entries() == []
     assert (kept / "file").exists()
+
+
+# Temporary folders: each process has its own, and those of killed processes go
+
+
+def test_processes_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
+    barrier = threading.Barrier(8)
+
+    def often() -> None:
+        for _ in range(40):
+            barrier.wait(60)
+            with temporary_folders.own_folder(tmp_path, "ours-") as folder:
+                (folder / "part").write_text("x")
+                time.sleep(0.001)
+                assert [one.name for one in folder.iterdir()] == ["part"]
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(often) for _ in range(8)]:
+            done.result()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_a_killed_process_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, pathlib; from weighin.checkpoint import temporary_folders;"
+        "held = temporary_folders.own_folder(pathlib.Path(sys.argv[1]), 'ours-');"
+        "from weighin.child_process import Parent; parent = Parent();"
+        "parent.send('held', folder=str(held.__enter__())); parent.receive(); os._exit(0)"
+    )
+    with Child((sys.executable, "-P", "-c", code, str(tmp_path)), environment()) as child:
+        folder = Path((child.receive(60) or {})["folder"])
+        (tmp_path / "theirs").mkdir()
+        with temporary_folders.own_folder(tmp_path, "ours-") as mine:
+            assert folder.exists() and mine != folder
+        assert not mine.exists()
+    assert temporary_folders.remove_orphans(tmp_path, "ours-") == [folder]
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

@@ -1,4 +1,4 @@
-"""Text that others wrote is refused in one line, and never with a traceback or a hang."""
+"""What others wrote, or a hand typed, is refused in one line, and never with a traceback or a hang."""
 
 import os
 from dataclasses import replace
@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 from factories import make_result, refused
 
+from weighin.cli import _console
 from weighin.errors import CheckpointError, ConfigError, RecordError
 from weighin.files import parse_json, read_bytes
 from weighin.records import run_folder
 from weighin.result import OURS, Outcome
+from weighin.run.output import Relay
 from weighin.settings.yaml_file import read_mapping
 from weighin.stream.foreign import no_model, read_object
 from weighin.stream.hugging_face_folder import read_folder
+from weighin.suite.registry import read_strategy
 from weighin.worker.phases import named_by_strategy
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -28,19 +31,17 @@ def test_a_json_text_beyond_the_bounds_is_a_value_error() -> None:
             parse_json(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("records.jsonl", f'{{"schema":1,"cell":{DEEP}}}'),
-        ("records.jsonl", f'{{"schema":{LONG}}}'),
-        ("plan.json", DEEP),
-    ],
-    ids=["a deep record", "a long record", "a deep plan"],
-)
-def test_a_record_or_plan_beyond_the_bounds_is_damaged(
-    tmp_path: Path, name: str, text: str
-) -> None:
-    (tmp_path / "records.jsonl").write_text("")
+BEYOND = {
+    "a deep record": ("records.jsonl", f'{{"schema":1,"cell":{DEEP}}}'),
+    "a long record": ("records.jsonl", f'{{"schema":{LONG}}}'),
+    "a deep plan": ("plan.json", DEEP),
+}
+
+
+@pytest.mark.parametrize("title", BEYOND)
+def test_a_record_or_plan_beyond_the_bounds_is_damaged(tmp_path: Path, title: str) -> None:
+    name, text = BEYOND[title]
+    (tmp_path / "records.jsonl").touch()
     (tmp_path / name).write_text(text + "\n")
     told = refused(run_folder.read, tmp_path)
     assert "not JSON" in told
@@ -107,3 +108,38 @@ def test_a_models_configuration_may_hold_infinities_but_no_depth(tmp_path: Path)
     (tmp_path / "config.json").write_text(f'{{"a": {TOO_DEEP}}}')
     with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
         read_folder(tmp_path)
+
+
+def test_a_strategy_that_is_no_file_or_too_deep_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.py")
+    said = refused(read_strategy, tmp_path / "fifo.py")
+    assert said == f"cannot read the strategy {tmp_path}/fifo.py: not a regular file"
+    (deep := tmp_path / "deep.py").write_text(f"def load(job): pass\nx = {'-' * 200_000}1\n")
+    assert "deep.py is not Python: " in refused(read_strategy, deep)
+
+
+@pytest.mark.parametrize(
+    "line", ["def load(job)", "def load(job, x=1)", "def load(*jobs)", "def load(job, *, x=1)"]
+)
+def test_what_can_be_called_with_a_job_is_a_strategy(tmp_path: Path, line: str) -> None:
+    (path := tmp_path / "mine.py").write_text(f"{line}: pass\n")
+    assert read_strategy(path).name == "mine"
+
+
+def test_a_pattern_that_would_take_forever_is_given_up() -> None:
+    relay = Relay((1, 2), [r"(?:a|aa|aaa|aaaa)+$|^(\w+\s?)*\$"])
+    relay._note("\n".join(["a" * 5_000 + "!", "word " * 5_000 + "!", "aaaa"]), 1, 1)
+    relay.close()
+    assert [mark.text for mark in relay.marks] == ["aaaa"]
+
+
+def test_no_color_means_no_bold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"NO_COLOR": "1", "FORCE_COLOR": "1", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    _console.show("[bold]text[/bold]")
+    _console.error("text")
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert "text" in captured.out

@@ -1,7 +1,11 @@
-"""Quantised checkpoints: codes are never loaded as weights, and from_pretrained's load is measured."""
+"""Quantised checkpoints: codes are never loaded as weights, and from_pretrained's load is measured.
+
+Dequantised models of each method, in other dtypes and sizes, are drawn by tests/checkpoints/conversions.py.
+"""
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +18,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from factories import planned, refused
+from model_differences import differences, state_differences
 from nightly import nightly
+from pytest import MonkeyPatch
 from quantised_folders import (
     DEQUANTISED,
     LAYOUTS,
@@ -32,7 +38,7 @@ from worker_jobs import checked_load
 from weighin import load_pretrained, load_streaming
 from weighin.checkpoint.truth import index
 from weighin.models import pretrained
-from weighin.models.pretrained import pretrained_class
+from weighin.models.pretrained import arguments_to_dequantise, pretrained_class
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.stream import formats, quantised
@@ -76,10 +82,8 @@ def cells_of(folder: Path, *strategies: str, operation: Any = "load") -> list[Pl
 @pytest.mark.parametrize("name", ["fp8", "gptq"])
 def test_neither_a_builder_nor_a_module_nor_a_file_alone_takes_codes(make: Make, name: str) -> None:
     words, folder = "mean something only with their scales", make(name)
-    for model in (
-        partial(plain_model, "fp8"),
-        torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)}),
-    ):
+    models: list[Any] = [partial(plain_model, "fp8"), torch.nn.ModuleDict()]
+    for model in models:
         assert words in refused(load_streaming, model, folder)
     file, spec = folder / "model.safetensors", registry.model("gpt2-tiny")
     assert words in refused(registry.model, str(file))
@@ -95,13 +99,9 @@ def test_a_model_that_has_the_scales_takes_codes_as_they_are(tmp_path: Path) -> 
             self.weight_scale_inv = torch.nn.Parameter(torch.zeros(1, 1))
 
     state = fp8_blocks("layer", torch.randn(4, 6))
-    save_file(state, tmp_path / "model.safetensors")
-    model = load_streaming(
-        lambda: torch.nn.ModuleDict({"layer": Quantised()}), tmp_path / "model.safetensors"
-    )
-    for key, value in model.state_dict().items():
-        assert value.dtype == state[key].dtype
-        assert torch.equal(value.float(), state[key].float())
+    save_file(state, file := tmp_path / "model.safetensors")
+    model = load_streaming(lambda: torch.nn.ModuleDict({"layer": Quantised()}), file)
+    assert state_differences(model.state_dict(), state) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, *nightly(torch.int8)])
@@ -128,15 +128,10 @@ def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(
 
 
 def test_a_key_that_from_pretrained_leaves_out_is_left_out(tmp_path: Path) -> None:
-    model = plain_model("fp8")
-    model.save_pretrained(tmp_path)
+    (model := plain_model("fp8")).save_pretrained(tmp_path)
     state = model.state_dict() | {"model.layers.0.mlp.step": torch.ones(1)}
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    wanted, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
-    assert set(info["unexpected_keys"]) == {"model.layers.0.mlp.step"}
-    found = load_pretrained(tmp_path).state_dict()
-    assert found.keys() == wanted.state_dict().keys()
-    assert all(torch.equal(found[key], value) for key, value in wanted.state_dict().items())
+    assert state_differences(load_pretrained(tmp_path).state_dict(), model.state_dict()) == []
 
 
 def test_scales_beside_usual_weights_are_no_quantisation(tmp_path: Path) -> None:
@@ -147,8 +142,40 @@ def test_scales_beside_usual_weights_are_no_quantisation(tmp_path: Path) -> None
     assert registry.model(str(tmp_path / "model.safetensors")).builder
 
 
+@pytest.mark.filterwarnings("ignore")  # of from_pretrained, about the configuration
+@pytest.mark.parametrize("name", [*DEQUANTISED, "fp8 beside weights of other dtypes"])
+def test_the_dequantised_model_is_that_of_from_pretrained(
+    make: Make, name: str, tmp_path: Path
+) -> None:
+    """Weights that are no codes keep the dtypes of the file."""
+    folder = make(name.partition(" ")[0])
+    if name not in DEQUANTISED:
+        folder = shutil.copytree(folder, tmp_path / "folder")
+        state = load_file(folder / "model.safetensors")
+        state["model.norm.weight"] = state["model.norm.weight"].float()
+        state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].half()
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    arguments = arguments_to_dequantise(folder / "model.safetensors")
+    assert arguments["quantization_config"].dequantize
+    kind = pretrained_class(read_folder(folder).wanted)
+    wanted, found = kind.from_pretrained(folder, dtype="auto", **arguments), load_pretrained(folder)
+    assert differences(found, wanted, tensors_only=True) == []
+    assert found.config.to_dict() == wanted.config.to_dict()
+    assert not hasattr(found, "hf_quantizer")
+    assert found.is_quantized is False
+    if name not in DEQUANTISED:
+        kept = [found.model.norm.weight.dtype, found.model.embed_tokens.weight.dtype]
+        assert kept == [torch.float32, torch.float16]
+
+
+def test_codes_whose_configuration_names_another_method_are_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", "compressed fp8")
+    configure(folder, **LAYOUTS["fp8"].config)
+    assert "mean nothing without this scale" in refused(load_pretrained, folder)
+
+
 def test_a_load_that_fails_to_dequantise_says_what_the_model_is(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: MonkeyPatch
 ) -> None:
     fail = Mock(side_effect=ImportError("needs the package kernels"))
     monkeypatch.setattr(pretrained, "arguments_to_dequantise", fail)
@@ -160,18 +187,15 @@ def test_a_load_that_fails_to_dequantise_says_what_the_model_is(
 
 def test_the_configuration_of_the_text_model_is_read(make: Make, tmp_path: Path) -> None:
     config = json.loads((make("fp8") / "config.json").read_text())
-    slices = formats.read(make("fp8"))
-    inner = {"text_config": {"quantization_config": config.pop("quantization_config")}}
-    found = quantised.of_folder(tmp_path, config | inner, slices)
-    assert found
-    assert (found.method, found.obstacle) == ("fp8", "")
-    of_vision = quantised.of_folder(
-        tmp_path, config | {"vision_config": inner["text_config"]}, slices
-    )
-    assert of_vision
-    assert of_vision.obstacle.startswith(
-        "transformers does not read quantization_config of vision_conf"
-    )
+    settings = {"quantization_config": config.pop("quantization_config")}
+
+    def found(part: str) -> Any:
+        return quantised.of_folder(tmp_path, config | {part: settings}, formats.read(make("fp8")))
+
+    of_text = found("text_config")
+    assert (of_text.method, of_text.obstacle) == ("fp8", "")
+    said = "transformers does not read quantization_config of vision_conf"
+    assert found("vision_config").obstacle.startswith(said)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -221,11 +245,8 @@ def test_a_conversion_copies_codes_as_they_are_or_refuses(
     code, text = run("convert", folder, tmp_path / "raw.safetensors", "--verify")
     assert code == 0
     assert method in text
-    stored, copied = quantised_state(name), load_file(tmp_path / "raw.safetensors")
-    assert stored.keys() == copied.keys()
-    for key, value in stored.items():
-        assert value.dtype == copied[key].dtype
-        assert torch.equal(value, copied[key])
+    copied = load_file(tmp_path / "raw.safetensors")
+    assert state_differences(copied, quantised_state(name)) == []
     code, text = run("convert", folder, tmp_path / "cast.safetensors", "--dtype", "bf16")
     assert code == 2
     assert "a conversion to another dtype would make useless" in text
@@ -262,7 +283,7 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
 def test_an_adapter_is_refused_if_from_pretrained_adds_it_else_named(
     peft: ModuleType | None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (model := plain_model("fp8")).save_pretrained(tmp_path)

@@ -8,6 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from fork_server import ForkServer
+from model_differences import state_differences
 from quantised_folders import plain_model
 from safetensors.torch import load_file, save_file
 
@@ -96,8 +98,7 @@ def test_another_thread_calls_the_library(folder: Path) -> None:
         thread.start()
         thread.join()
     assert found[0] is not Lazy
-    own = load_pretrained(folder).state_dict()
-    assert all(torch.equal(one, own[name]) for name, one in found[1].items())
+    assert state_differences(load_pretrained(folder).state_dict(), found[1]) == []
 
 
 def test_loads_of_several_threads_are_equal_and_the_last_one_puts_back(folder: Path) -> None:
@@ -110,7 +111,7 @@ def test_loads_of_several_threads_are_equal_and_the_last_one_puts_back(folder: P
 
     with ThreadPoolExecutor(2) as pool:
         one, other = (done.result() for done in [pool.submit(load) for _ in range(2)])
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert state_differences(one, other) == []
     assert now() == before
 
 
@@ -123,3 +124,43 @@ def test_an_error_of_a_constructor_is_ours_with_the_librarys_words(
         CheckpointError, match=rf"LlamaForCausalLM.from_pretrained fails: {type(error).__name__}: "
     ):
         load_pretrained(folder)
+
+
+# A torchvision beside the model that does not fit torch
+
+USERS_OWN = """
+import sys
+sys.modules.pop("torchvision", None)
+sys.path.insert(0, "packages")
+import transformers
+try:
+    import weighin
+    weighin.load_pretrained("model")
+except weighin.errors.HarnessError as error:
+    print(error)
+assert sys.modules["transformers"] is transformers
+assert transformers.utils.ModelOutput is sys.modules["transformers.utils"].ModelOutput
+open("packages/torchvision/__init__.py", "w").close()  # the user mends it
+import torchvision
+"""
+
+
+def test_a_users_process_keeps_its_modules_and_is_told_what_to_mend(
+    tmp_path: Path, torch_fork_server: ForkServer
+) -> None:
+    """It fails as one that was built for another torch does."""
+    package = tmp_path / "packages/torchvision"
+    info = package.with_name("torchvision-0.28.0.dist-info")
+    package.mkdir(parents=True)
+    info.mkdir()
+    fails = 'raise RuntimeError("operator torchvision::nms does not exist")'
+    (package / "__init__.py").write_text(fails)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    plain_model("fp8").save_pretrained(tmp_path / "model")
+    ended = torch_fork_server.run(USERS_OWN, folder=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == (
+        "the package transformers, which this model needs, cannot be imported: RuntimeError: operator"
+        " torchvision::nms does not exist\ninstall the torchvision that was built for this torch, or"
+        " remove it: pip uninstall torchvision\n"
+    )
