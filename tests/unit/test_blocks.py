@@ -39,14 +39,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:.
 Blocks = list[tuple[tuple[int, ...], torch.Tensor]]
 Cut = Callable[[torch.Tensor], Blocks]
 Harm = Callable[[Any], object]
-SETUP = """
+PEAK_SETUP = """
 import torch
 from weighin.stream.load_streaming import load_streaming
 model = lambda: torch.nn.Linear(4096, 8192, bias=False)
 """
-LOAD = "load_streaming(model, sys.argv[1], dtype=getattr(torch, sys.argv[2]))"
-
-
+PEAK_LOAD = "load_streaming(model, sys.argv[1], dtype=getattr(torch, sys.argv[2]))"
 STATE = {
     "b": torch.randn(10, 7, generator=torch.Generator().manual_seed(0)),
     "a.half": torch.arange(33.0).to(torch.bfloat16),
@@ -152,14 +150,12 @@ class Model(torch.nn.Module):
         self.register_buffer("steps", torch.arange(35).reshape(5, 7))
 
 
-CUTS: dict[str, tuple[Cut, Granularity, torch.dtype | None]] = {
-    "rows": (tiles(3), "all", None),
-    "columns": (tiles(1, 4), "all", None),
-    "turned": (turned, "all", None),
-    "cubes": (lambda one: tiles(*(2,) * one.ndim)(one), "all", None),
-    "tiles": (tiles(2, 3), "all", None),
-    "tiles of each module in bfloat16": (tiles(2, 3), "module", torch.bfloat16),
-    "tiles of each tensor in bfloat16": (tiles(2, 3), "tensor", torch.bfloat16),
+CUTS: dict[str, tuple[Cut, Granularity, torch.dtype]] = {
+    "rows": (tiles(3), "all", torch.float32),
+    "columns": (tiles(1, 4), "all", torch.float32),
+    "turned": (turned, "all", torch.float32),
+    "cubes": (lambda one: tiles(*(2,) * one.ndim)(one), "tensor", torch.float32),
+    "tiles in bfloat16": (tiles(2, 3), "module", torch.bfloat16),
 }
 
 
@@ -170,10 +166,11 @@ def test_blocks_become_the_tensor_that_they_tile(
 ) -> None:
     (cut, granularity, dtype), right = CUTS[name], Model()
     path = write(tmp_path / "split", right.state_dict(), cut)
+    assert_same(read_by_torch(path, right.state_dict()), right.state_dict())
     assert all(len(one.parts) > 1 for one in formats.read(path) if len(one.shape) > 1)
     monkeypatch.setattr(filling, "_readers", lambda *_: Readers(2, most, late=True))
     found = load_streaming(Model, path, granularity=granularity, dtype=dtype)
-    assert differences(found, right.to(dtype) if dtype else right) == []
+    assert differences(found, right.to(dtype)) == []
 
 
 def test_names_of_the_same_blocks_stay_tied(tmp_path: Path) -> None:
@@ -213,7 +210,7 @@ def test_blocks_take_no_more_memory_than_the_model(
     tmp_path: Path, cut: Cut, dtype: str, mib: int, torch_fork_server: ForkServer
 ) -> None:
     path = write(tmp_path / "split", {"weight": torch.zeros(8192, 4096)}, cut)  # 128 MiB
-    peak = torch_fork_server.peak_of(SETUP, LOAD, path, dtype)
+    peak = torch_fork_server.peak_of(PEAK_SETUP, PEAK_LOAD, path, dtype)
     assert 0 < peak < mib * 1.01 * MIB + 16 * MIB
 
 
@@ -232,11 +229,7 @@ def test_a_path_in_the_metadata_that_takes_for_ever_to_print_is_not_printed(ours
     nested: object = "a"
     for _ in range(100):
         nested = (nested, nested)
-
-    def harm(metadata: Any) -> None:
-        metadata.planner_data = {"b": (nested, "b")}
-
-    changed(ours, harm)
+    changed(ours, lambda metadata: setattr(metadata, "planner_data", {"b": (nested, "b")}))
     assert len(formats.read(ours)) == 5
 
 
@@ -263,15 +256,6 @@ def three(_: torch.Tensor) -> Blocks:
     """Halve the rows, and cut the lower half in two."""
     parts = ((0, 0), GRID[:5]), ((5, 0), GRID[5:, :3]), ((5, 3), GRID[5:, 3:])
     return [(start, part.contiguous()) for start, part in parts]
-
-
-def test_a_tensor_in_several_blocks_is_read_as_torch_reads_it(tmp_path: Path) -> None:
-    state = {"b": GRID, "whole": torch.tensor([1, 2, 3])}
-    path = write(tmp_path / "split", state, three)
-    found, theirs = read_state(path), read_by_torch(path, state)
-    assert found.keys() == state.keys()
-    assert all(torch.equal(one, found[name]) for name, one in theirs.items())
-    assert torch.equal(found["b"], GRID)
 
 
 def last_block(start: tuple[int, ...] = (), shape: tuple[int, ...] = (5, 4)) -> Harm:
@@ -310,6 +294,7 @@ UNTILED: dict[str, tuple[Harm, str]] = {
 @pytest.mark.parametrize("name", UNTILED)
 def test_blocks_that_do_not_tile_their_tensor_are_refused(tmp_path: Path, name: str) -> None:
     path, (harm, words) = write(tmp_path / "split", {"b": GRID}, three), UNTILED[name]
+    assert torch.equal(read_state(path)["b"], GRID)
     changed(path, harm)
     message = complaint(formats.read, path).message
     assert message.startswith(str(path / ".metadata"))

@@ -14,6 +14,8 @@ import torch
 from factories import refused
 from fork_server import ForkServer
 from leftovers import lives, wait_until
+from model_differences import state_differences
+from pytest import MonkeyPatch
 from safetensors.torch import load_file, save_file
 from typed_here import typed
 
@@ -28,9 +30,6 @@ from weighin.stream import write as writing
 from weighin.units import GIB, MIB
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
-
-
-def silent(text: str, share: float | None) -> None: ...
 
 
 @pytest.fixture
@@ -85,10 +84,9 @@ def test_nothing_is_converted_onto_what_is_there(source: Path, name: str, kind: 
 
 
 def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "empty.pt")
-    said = refused(convert, tmp_path / "empty.pt", tmp_path / "new", "dcp")
-    assert said.startswith(f"{tmp_path}/empty.pt: no tensors in it\n")
-    assert not (tmp_path / "new").exists()
+    torch.save({}, path := tmp_path / "empty.pt")
+    assert refused(convert, path, tmp_path / "new", "dcp").startswith(f"{path}: no tensors in it\n")
+    assert names(tmp_path) == ["empty.pt"]
 
 
 @pytest.mark.parametrize(
@@ -108,41 +106,7 @@ def test_the_targets_name_says_what_is_written(
     shards = [target / f"model-0000{part}.safetensors" for part in files]
     assert sorted(target.glob("*.safetensors")) == shards
     written = {k: v for file in shards for k, v in load_file(file).items()} or torch.load(target)
-    original = torch.load(source)
-    assert written.keys() == original.keys()
-    assert all(torch.equal(written[key], original[key]) for key in original)
-
-
-HARMS = {
-    "value": "other values than the source in head",
-    "key": "other names, shapes, dtypes or ties than the source",
-}
-
-
-@pytest.mark.parametrize("harm", HARMS)
-def test_verify_finds_a_single_wrong_byte_and_a_missing_key(
-    source: Path, monkeypatch: pytest.MonkeyPatch, harm: str
-) -> None:
-    real = writing.write
-
-    def harmful(fmt: str, target: Path, *arguments: Any, **options: Any) -> None:
-        real(fmt, target, *arguments, **options)
-        if harm == "value":
-            (place,) = [one for one in formats.read(target) if one.name == "head"]
-            text = bytearray(place.file.read_bytes())
-            text[place.offset] ^= 1
-            place.file.write_bytes(text)
-        else:
-            index = json.loads((target / "index.json").read_text())
-            del index["tensors"]["head"]
-            (target / "index.json").write_text(json.dumps(index))
-
-    monkeypatch.setattr(writing, "write", harmful)
-    said = refused(convert, source, source.with_name("new"), verify=True)
-    assert said.startswith(f"new: the written checkpoint has {HARMS[harm]}; it was removed\n")
-    assert names(source.parent) == ["model.pt"]
-    monkeypatch.setattr(writing, "write", real)
-    convert(source, source.with_name("new"), verify=True)
+    assert state_differences(written, torch.load(source)) == []
 
 
 @pytest.fixture(scope="module")
@@ -183,57 +147,91 @@ def test_the_command_says_what_it_made() -> None:
     )
 
 
-def test_a_stop_takes_away_what_a_killed_child_left(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*_: object, **__: object) -> None:
-        (source.with_name(".new.weighin-x") / "half").mkdir(parents=True)
+def stopped(monkeypatch: MonkeyPatch, act: Callable[..., object]) -> None:
+    """Let Ctrl-C come when the child that converts has done this."""
+
+    def run(*arguments: Any, **options: Any) -> None:
+        act(*arguments, **options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(converting, "run_child", run)
+
+
+def test_a_stop_takes_away_what_a_killed_child_left(source: Path, monkeypatch: MonkeyPatch) -> None:
+    half = source.with_name(".new.weighin-x") / "half"
+    stopped(monkeypatch, lambda *_, **__: half.mkdir(parents=True))
     with pytest.raises(KeyboardInterrupt):
-        Conversion(source, source.with_name("new")).run(silent)
+        Conversion(source, source.with_name("new")).run(lambda *_: None)
     assert names(source.parent) == ["model.pt"]
 
 
-def test_a_stop_after_the_end_ends_well(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*arguments: Any, **options: Any) -> None:
-        run_child(*arguments, **options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(converting, "run_child", run)
-    target = source.with_name("new.pt")
-    done = Conversion(source, target).run(silent)
+def test_a_stop_after_the_end_ends_well(source: Path, monkeypatch: MonkeyPatch) -> None:
+    stopped(monkeypatch, run_child)
+    done = Conversion(source, target := source.with_name("new.pt")).run(lambda *_: None)
     assert done["bytes"] == target.stat().st_size
 
 
+def altered(monkeypatch: MonkeyPatch, change: Callable[[Path], object]) -> None:
+    """Change a checkpoint as soon as it is written."""
+    real = writing.write
+
+    def write(fmt: str, target: Path, *arguments: Any, **options: Any) -> None:
+        real(fmt, target, *arguments, **options)
+        change(target)
+
+    monkeypatch.setattr(writing, "write", write)
+
+
 def test_a_target_that_appears_meanwhile_is_not_replaced(
-    source: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    target, real = source.with_name("new.pt"), writing.write
-
-    def beside(*arguments: Any, **options: Any) -> None:
-        real(*arguments, **options)
-        target.write_text("theirs")
-
-    monkeypatch.setattr(writing, "write", beside)
+    target = source.with_name("new.pt")
+    altered(monkeypatch, lambda _: target.write_text("theirs"))
     assert "new.pt exists already" in refused(convert, source, target, "pt")
     assert target.read_text() == "theirs"
 
 
+def change_value(target: Path) -> None:
+    (place,) = [one for one in formats.read(target) if one.name == "head"]
+    text = bytearray(place.file.read_bytes())
+    text[place.offset] ^= 1
+    place.file.write_bytes(text)
+
+
+def drop_key(target: Path) -> None:
+    index = json.loads((target / "index.json").read_text())
+    del index["tensors"]["head"]
+    (target / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (change_value, "other values than the source in head"),
+        (drop_key, "other names, shapes, dtypes or ties than the source"),
+    ],
+)
+def test_verify_finds_a_single_wrong_byte_and_a_missing_key(
+    source: Path, monkeypatch: MonkeyPatch, harm: Callable[[Path], object], words: str
+) -> None:
+    convert(source, source.with_name("sound"), verify=True)
+    altered(monkeypatch, harm)
+    said = refused(convert, source, source.with_name("new"), verify=True)
+    assert said.startswith(f"new: the written checkpoint has {words}; it was removed\n")
+    assert names(source.parent) == ["model.pt", "sound"]
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(source: Path) -> None:
     def permit(to_write: int, _to_read: int) -> None:
-        temporary_folders.check_space(
-            source.parent, "it", to_write << 46, "name a target on another disk"
-        )
+        temporary_folders.check_space(source.parent, "it", to_write << 46, "take another disk")
 
     said = refused(Conversion(source, source.with_name("new"), "pt").write, permit)
-    assert re.match(r"it needs [\d,.]+ TiB, but only .* are free in ", said)
+    assert re.match(r"it needs [\d,.]+ TiB, but only .* are free in .*\ntake another disk$", said)
     assert names(source.parent) == ["model.pt"]
 
 
 def test_values_of_a_model_that_are_no_tensors_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     class Counting(torch.nn.Linear):
         def get_extra_state(self) -> int:

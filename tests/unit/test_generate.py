@@ -1,6 +1,7 @@
 """Seeded checkpoints: the same values in every format, and a manifest that tells the truth."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,19 @@ class Extra(nn.Linear):
     def set_extra_state(self, state: dict[str, int]) -> None: ...
 
 
-def extra() -> nn.Module:
-    return Extra(2, 2)
+class LazyBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("b", nn.parameter.UninitializedBuffer(), persistent=False)
 
 
-def lazy() -> nn.Module:
-    return nn.LazyLinear(2)
+UNSHAPED: dict[str, Callable[[], nn.Module]] = {
+    "_extra_state": lambda: Extra(2, 2), "weight": lambda: nn.LazyLinear(2), "b": LazyBuffer,
+}  # fmt: skip
 
 
-def lazy_buffer() -> nn.Module:
-    module = nn.Linear(2, 2)
-    module.register_buffer("b", nn.parameter.UninitializedBuffer(), persistent=False)
-    return module
+def unshaped(name: str) -> nn.Module:
+    return UNSHAPED[name]()
 
 
 def make(
@@ -114,19 +116,21 @@ def test_values_are_normal_and_the_scales_of_norms_are_about_one(tmp_path: Path)
     assert norms[0].checksums != norms[1].checksums
 
 
-def test_values_are_the_same_for_ever(tmp_path: Path) -> None:
+def test_values_are_the_same_for_ever_and_no_piece_is_one_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A wrong constant here would silently part old records from new ones."""
-    first = next(truth.parameter_pieces(0, "a.weight", torch.empty(2, 2, device="meta")))
+
+    def pieces(name: str, *shape: int) -> list[torch.Tensor]:
+        meta = torch.empty(shape, device="meta")
+        return [piece.clone() for piece in truth.parameter_pieces(0, name, meta)]
+
     expected = torch.tensor([0.007854, -0.040794, 0.010506, -0.009473])
-    torch.testing.assert_close(first, expected, atol=1e-6, rtol=0)
-
-
-def test_no_piece_of_a_tensor_is_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.testing.assert_close(pieces("a.weight", 2, 2), [expected], atol=1e-6, rtol=0)
     monkeypatch.setattr(truth, "PIECE_ELEMENTS", 32)
-    meta = torch.empty(10, 10, device="meta")
-    pieces = [piece.clone() for piece in truth.parameter_pieces(0, "w", meta)]
-    assert [len(piece) for piece in pieces] == [32, 32, 32, 4]
-    assert len({float(piece[0]) for piece in pieces}) == 4
+    found = pieces("w", 10, 10)
+    assert [len(piece) for piece in found] == [32, 32, 32, 4]
+    assert len({float(piece[0]) for piece in found}) == 4
 
 
 def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path: Path) -> None:
@@ -141,28 +145,21 @@ def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path: Path) -> No
     assert written <= asked[0] < written * 1.2
 
 
-@pytest.mark.parametrize(
-    ("builder", "name"), [("extra", "_extra_state"), ("lazy", "weight"), ("lazy_buffer", "b")]
-)
-def test_what_has_no_known_shape_is_refused(tmp_path: Path, builder: str, name: str) -> None:
-    said = refused(make, tmp_path / "a", spec=ModelSpec("m", f"{__name__}:{builder}"))
+@pytest.mark.parametrize("name", UNSHAPED)
+def test_what_has_no_known_shape_is_refused(tmp_path: Path, name: str) -> None:
+    spec = ModelSpec("m", f"{__name__}:unshaped", {"name": name})
+    said = refused(make, tmp_path / "a", spec=spec)
     assert re.search(f"'{name}' is neither .*\n.* run the model once in the builder", said)
 
 
-def test_a_half_precision_checkpoint_keeps_its_dtype(tmp_path: Path) -> None:
-    path = tmp_path / "half.pt"
-    torch.save(tied(**TIED).to(torch.bfloat16).state_dict(), path)
+def test_an_indexed_checkpoint_keeps_its_dtype_but_not_a_tie_of_two_values(tmp_path: Path) -> None:
+    state = tied(**TIED).to(torch.bfloat16).state_dict()
+    torch.save(state, path := tmp_path / "model.pt")
     entry = entry_of(index(path, tmp_path), "embedding.weight")
     assert (entry.dtype, entry.bytes) == ("bfloat16", 512 * 64 * 2)
-    value = torch.load(path)["embedding.weight"]
-    assert entry.checksums["float32"] == checksum(value.float())
-
-
-def test_tied_names_with_different_values_are_refused(tmp_path: Path) -> None:
-    state = tied(**TIED).state_dict()
-    state["head.weight"] = torch.zeros(512, 64)
-    torch.save(state, tmp_path / "model.pt")
-    said = refused(index, tmp_path / "model.pt", tmp_path)
+    assert entry.checksums["float32"] == checksum(state["embedding.weight"].float())
+    torch.save(state | {"head.weight": torch.zeros(512, 64)}, path)
+    said = refused(index, path, tmp_path)
     assert "are one tensor in the model, but have different" in said
 
 
@@ -201,17 +198,12 @@ def test_one_changed_element_changes_it(numel: int, data: st.DataObject) -> None
     tensor[at] -= 1
 
 
-@pytest.mark.parametrize("rows", [2, LANES, 2 * LANES])
-def test_two_rows_that_changed_places_change_it(rows: int) -> None:
-    tensor = numbers(rows, 4)
+@pytest.mark.parametrize(("rows", "columns"), [(2, 4), (LANES, 4), (2 * LANES, 4), (3, LANES * 16)])
+def test_two_rows_that_changed_places_change_it(rows: int, columns: int) -> None:
+    tensor = numbers(rows, columns)
     swapped = tensor.clone()
     swapped[[0, rows - 1]] = tensor[[rows - 1, 0]]
     assert checksum(swapped) != checksum(tensor)
-
-
-def test_chunks_that_changed_places_change_it() -> None:
-    tensor = numbers(3, LANES * 16)
-    assert checksum(tensor[[1, 0, 2]]) != checksum(tensor)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +219,9 @@ def test_strides_and_alignment_do_not_matter(tensor: torch.Tensor) -> None:
     assert checksum(tensor) != checksum(torch.zeros_like(tensor))
 
 
-def test_length_counts() -> None:
+def test_length_counts_and_a_known_value_keeps_manifests_valid() -> None:
     assert checksum(torch.zeros(3)) != checksum(torch.zeros(4))
     assert checksum(torch.empty(0)) == checksum(torch.zeros(2, 0)) == "0" * 16
-
-
-def test_a_known_value_so_that_manifests_stay_valid() -> None:
     assert checksum(torch.arange(1_000_000, dtype=torch.int64)) == "645f210637849032"
 
 
@@ -253,18 +242,14 @@ def sums_of(tensor: torch.Tensor) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_floating_tensor_has_the_checksum_of_each_cell_dtype(dtype: torch.dtype) -> None:
+def test_a_floating_tensor_alone_has_the_checksum_of_each_cell_dtype(dtype: torch.dtype) -> None:
     tensor = numbers(33, 7).to(dtype)
     sums = sums_of(tensor)
     assert set(sums) >= {"float32", "bfloat16", "float16"}
     for name, value in sums.items():
         assert value == checksum(tensor.to(getattr(torch, name)))
     assert sums_of(tensor.t()) == sums_of(tensor.t().contiguous())
-
-
-def test_other_tensors_have_only_their_own() -> None:
-    tensor = torch.arange(10)
-    assert sums_of(tensor) == {"int64": checksum(tensor)}
+    assert sums_of(torch.arange(10)) == {"int64": checksum(torch.arange(10))}
     assert sums_of(torch.zeros(0, dtype=torch.bool)) == {"bool": "0" * 16}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from factories import refused
+from pytest import MonkeyPatch
 from safetensors.torch import load_file
 from snapshots import Compare
 from state_files import read_state
@@ -99,7 +100,7 @@ def test_every_type_is_dequantised_as_the_package_does(
 
 @pytest.mark.parametrize("pieces", [read_pieces, layout.rows], ids=["pieces", "one wide row"])
 def test_few_elements_are_dequantised_at_once_and_none_is_copied_again(
-    pieces: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pieces: Any, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """The package takes 20 bytes for each element, and to join small pieces takes ten times as long."""
     path, _ = one(tmp_path, Q8, 1, 200_000)
@@ -217,7 +218,7 @@ def test_another_version_is_named(tmp_path: Path, version: bytes, words: str) ->
 
 
 def test_without_the_package_its_installation_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     path = small(tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -50,9 +50,6 @@ def test_stacks_of_one_size_have_few_or_many_tensors(tensors: int, kind: str) ->
     state = made(f"{kind}-{tensors}").state_dict()
     assert len(state) == tensors
     assert sum(tensor.nbytes for tensor in state.values()) == 20_000 * 64 * 64 * 4
-
-
-def test_a_nested_stack_runs() -> None:
     model = stack.nested(blocks=3, layers=2, width=8, inner=5)
     assert model(stack.example_inputs(width=8)).shape == (1, 8)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from factories import refused
+from model_differences import state_differences
 from remote_folder import CONFIG, write_folder
 from safetensors.torch import load_file
 from typed_here import typed
@@ -73,9 +74,7 @@ def test_a_trusted_folder_loads_as_from_pretrained_loads_it(folder: Path, tmp_pa
 
     wanted = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model = load_pretrained(folder, trust_remote_code=True)
-    left, right = model.state_dict(), wanted.state_dict()
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in right)
+    assert state_differences(model.state_dict(), wanted.state_dict()) == []
     assert model.scale.tolist() == [2.0, 2.0, 2.0]
     assert (tmp_path / "modules").exists()
     tokens = torch.arange(4).unsqueeze(0)
@@ -167,6 +166,4 @@ def test_a_conversion_to_the_models_keys_runs_code_only_if_it_is_trusted(
     assert "add --trust-remote-code to run it" in typed(*command, columns=200)[1]
     assert not target.exists()
     assert typed(*command, "--trust-remote-code")[0] == 0
-    written, source = load_file(target), load_file(folder / "model.safetensors")
-    assert written.keys() == source.keys()
-    assert all(torch.equal(written[name], source[name]) for name in source)
+    assert state_differences(load_file(target), load_file(folder / "model.safetensors")) == []

@@ -1,9 +1,9 @@
 """Saves: what is written is read back from the disk, and nothing of it stays."""
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import FrozenInstanceError, asdict, dataclass, field, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from factories import make_cell, make_result, refused
 from fakes import BASELINE, FakeRunning, done, event, loaded, phase, watched
-from torch import nn
 from torch.serialization import set_crc32_options
 from worker_jobs import Model, manifest_of
 
@@ -27,19 +26,6 @@ from weighin.worker.loading import Save, WrongWeights, import_strategy
 from weighin.worker.saving import check, files_in, sizes, sync
 
 
-@dataclass
-class Job:
-    """What a strategy sees, outside of a worker."""
-
-    model: nn.Module
-    target: Path
-    format: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 def expected(model: Model) -> Manifest:
     """The manifest of a model, with ``step`` as what it is: in no checkpoint."""
     found = manifest_of(model)
@@ -51,15 +37,12 @@ def expected(model: Model) -> Manifest:
 def saved(name: str, folder: Path, fmt: str | None = None, **options: Any) -> Model:
     info, model = registry.strategy(name, "save"), Model()
     folder.mkdir(exist_ok=True)
-    import_strategy(info.path, "save")(Job(model, folder, fmt or info.formats[0], options))
+    job = Save(model, folder, fmt or info.formats[0], options, lambda _: nullcontext())
+    import_strategy(info.path, "save")(job)
     sync(folder)
-    return model
-
-
-def test_a_strategy_cannot_assign_to_its_job(tmp_path: Path) -> None:
-    job = Save(nn.Linear(1, 1), tmp_path, "safetensors", {}, lambda _: nullcontext())
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(FrozenInstanceError):  # a strategy cannot change its job
         job.format = "pytorch"  # type: ignore[misc]
+    return model
 
 
 def complaint(folder: Path, model: Model) -> str:

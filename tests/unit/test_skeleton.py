@@ -49,23 +49,16 @@ class FromParameters(nn.Module):
         self.register_buffer("copy", self.weight.detach().clone(), persistent=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "message", "repair"),
-    [
-        ("weighin.models.gpt2:gpt3", "builder 'weighin.models.gpt2:gpt3': module 'weighin.models.gpt2' has no function 'gpt3'", f"define `def gpt3(...)` in {sys.modules['weighin.models.gpt2'].__file__}"),
-        ("broken_model:build", "builder 'broken_model:build': importing 'broken_model' failed: No module named 'a_package_nobody_has'", ""),
-    ],
-)  # fmt: skip
-def test_a_wrong_builder_says_what_to_do(
-    name: str, message: str, repair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_builder_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(resolve_builder, "weighin.models.gpt2:gpt3") == (
+        "builder 'weighin.models.gpt2:gpt3': module 'weighin.models.gpt2' has no function 'gpt3'\n"
+        f"define `def gpt3(...)` in {sys.modules['weighin.models.gpt2'].__file__}"
+    )
     (tmp_path / "broken_model.py").write_text("import a_package_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)
-    said = refused(resolve_builder, name)
-    assert said == f"{message}\n{repair}" if repair else said.startswith(f"{message}\n")
-
-
-def test_wrong_kwargs_and_no_module_are_named() -> None:
+    assert refused(resolve_builder, "broken_model:build").startswith(
+        "builder 'broken_model:build': importing 'broken_model' failed: No module named 'a_pack"
+    )
     said = refused(build_skeleton, gpt2, {})
     assert "builder weighin.models.gpt2:gpt2 failed: " in said and "emb_dim" in said
     assert "returned dict, not a torch.nn.Module" in refused(build_skeleton, dict, {})
@@ -96,8 +89,7 @@ def test_the_callers_context_has_no_effect_and_feels_none() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     cos = skeleton.get_buffer("rotary.cos")
-    assert cos.device == CPU
-    assert cos.dtype is torch.float32
+    assert (cos.device, cos.dtype) == (CPU, torch.float32)
     assert torch.equal(torch.get_rng_state(), state)
     assert nn.Linear(2, 2).weight.device == CPU, "the hooks are gone"
 
@@ -109,8 +101,7 @@ def test_reset_buffers_gives_the_constructors_values_in_the_wanted_dtype() -> No
     assert torch.equal(model.get_buffer("table"), torch.arange(4.0, dtype=torch.bfloat16))
     assert model.same is model.table
     steps = model.get_buffer("steps")
-    assert steps.item() == 7
-    assert steps.dtype is torch.int64
+    assert (steps.item(), steps.dtype) == (7, torch.int64)
     assert model.norm.running_var is running, "persistent buffers come from the checkpoint"
 
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from factories import refused
+from pytest import MonkeyPatch
 
 from weighin.checkpoint import temporary_folders
 from weighin.errors import Interrupted
@@ -27,7 +28,7 @@ LOAD = '"""Load."""\n\ndef load(job): ...\n'
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(environment, "total_ram_bytes", lambda: 16 * GIB)
@@ -103,7 +104,7 @@ def test_what_is_ours_needs_no_trust(operation: str) -> None:
     assert resume(Path("run")).planned
 
 
-def test_each_file_of_a_model_is_read_once_for_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_of_a_model_is_read_once_for_all_cells(monkeypatch: MonkeyPatch) -> None:
     planned(repeats=3)
     forge(lambda plan: plan.update(note="changed"))
     monkeypatch.setattr(registry, "read_model", read := Mock(wraps=registry.read_model))
@@ -178,9 +179,7 @@ def stopped(task: Run) -> str:
     return caught.value.repair
 
 
-def test_a_stopped_run_says_whether_it_wants_trust(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_says_whether_it_wants_trust(here: Path, monkeypatch: MonkeyPatch) -> None:
     assert stopped(own_run()) == "resume it: weighin bench --resume run"
     (Path("run") / "plan.json").unlink()
     Path("no folder").touch()
