@@ -162,7 +162,7 @@ def test_threads_that_build_and_load_at_once_do_not_disturb_each_other(tmp_path:
             act()
 
     with ThreadPoolExecutor(3) as pool:
-        acts = [build, *(partial(load, right) for right in both)]
+        acts: list[Callable[[], None]] = [build, *(partial(load, right) for right in both)]
         for done in [pool.submit(often, act) for act in acts]:
             done.result()
     assert nn.Module.register_buffer is register
