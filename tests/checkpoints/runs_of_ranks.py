@@ -115,7 +115,7 @@ _OF_TORCH: Final = (
 )
 _READ: Final[dict[str, Maker]] = {
     "DeepSpeed ZeRO 1, 3 ranks": _zero(1, 3),
-    "DeepSpeed ZeRO 2, 3 ranks, aligned parameters": _zero(2, 3, alignment=4),
+    "DeepSpeed ZeRO 2, 3 ranks, aligned parameters": _zero(2, 3, alignment=6),
     "DeepSpeed ZeRO 2, float16": _zero(2, 2, model=_half_model),
     "DeepSpeed ZeRO 3, 2 ranks": _zero(3, 2),
     "DeepSpeed ZeRO 3, more ranks than elements": _zero(3, 9),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, check
+from cases import check
 from cells import FORMATS, CheckpointError
 from checkpoints import make
 from known import KNOWN
@@ -35,10 +35,6 @@ def test_batch_norm_needs_its_count_where_the_checkpoint_has_metadata(disk: Path
     state = type(state)(item for item in state.items() if "num_batches" not in item[0])
     state._metadata = metadata
     torch.save(state, path)
-    assert_refused_as_by_torch(case, path)
-
-
-def assert_refused_as_by_torch(case: Case, path: Path) -> None:
     model = case.recipe.prepare()[0]()
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(torch.load(path, weights_only=True))
