@@ -38,7 +38,9 @@ def _folder(name: str) -> Maker:
 
 def _layout(name: str) -> Layout:
     method = FOLDERS[name].method.replace("(", r"\(").replace(")", r"\)")
-    words = f"quantised with {method}: .* codes that mean something only with their scales"
+    words = (
+        f"quantised with {method}: .* of quantised values, which mean nothing without their scales"
+    )
     if why := UNREAD.get(name):
         told = refused(f"{words}.*{why}", all_but("inspect"))
         return Layout(f"codes of {name}", GROUP, _folder(name), told)
@@ -78,7 +80,7 @@ LAYOUTS: Final = [
     *map(_layout, FOLDERS),
     Layout(
         "a file of fp8 codes without its folder", GROUP, _alone,
-        refused("codes that mean something only with .* no config.json", all_but("inspect", "load", "convert")),
+        refused("quantised values, which mean nothing without .* no config.json", all_but("inspect", "load", "convert")),
     ),
     Layout(
         "quantization_config of gptq, and weights that are no codes", GROUP, _of_method(quant_method="gptq", bits=4),

@@ -101,4 +101,4 @@ def test_another_server_at_the_address_is_an_error(command: CommandLine, port: s
         ended = run(command, f"--isolation process --ready-url {address}", "true")
         other.terminate()
     assert ended.code == 2
-    assert f"a server answers at {address} before the command starts" in ended.err
+    assert f"--ready-url {address}: a server answers there before the command starts" in ended.err

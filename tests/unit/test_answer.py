@@ -122,7 +122,7 @@ def test_a_reason_that_is_not_memory_gives_no_advice_on_memory(monkeypatch: Monk
 
     monkeypatch.setattr(answer, "predict", unknown)
     assert printed(advised(8 * GIB)).endswith(
-        "weighin knows of no strategy whether it loads this model: the class is missing.\n"
+        "weighin cannot tell whether any strategy loads this model: the class is missing.\n"
     )
     monkeypatch.setattr(registry, "strategies", lambda: {})
     assert printed(advised(8 * GIB, allow=())).endswith(

@@ -98,7 +98,7 @@ def test_the_settings_of_an_engine() -> None:
     ray = {"name": "ray", "address": "auto", "labels": {"a": "b"}}
     assert jobs.engine_settings("ray", "", {"a": "b"}) == ray
     assert refused(jobs.engine_settings, "ray", "", {}, 2) == (
-        "each node of a cluster runs one cell at a time\nleave jobs out"
+        "jobs=2: with --engine ray, each node runs one cell at a time\nleave jobs out"
     )
     with jobs.opened({}) as (nodes, perform):
         assert (nodes, perform) == ((), runner.run)

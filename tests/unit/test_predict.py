@@ -268,7 +268,7 @@ def test_a_model_on_the_gpu_stays_there_if_it_is_moved_again(followed: Followed)
         ("offload", "weighin cannot predict the memory of weights that are written to a folder and read back"),
         ("pt_legacy", "ConfigError: weighin reads the format pt_legacy, but does not write it: name another"),
         ("no such model", "ConfigError: builder 'torch.nn:Nothing': module 'torch.nn' has no"),
-        ("looks at values", "CannotFollow: the code uses values of tensors, but a prediction runs without values"),
+        ("looks at values", "CannotFollow: the code reads values of tensors, which a prediction does not have"),
         ("forward, without inputs", "CannotFollow: the model's module has no example_inputs for a forward pass"),
         ("checks forward", "CannotFollow: aten.is_nonzero"),
         *((f"starts: {how}", "CannotFollow: the strategy starts a process, whose memory a prediction cannot compute")

@@ -81,7 +81,7 @@ def cells_of(folder: Path, *strategies: str, operation: Any = "load") -> list[Pl
 
 @pytest.mark.parametrize("name", ["fp8", "gptq"])
 def test_neither_a_builder_nor_a_module_nor_a_file_alone_takes_codes(make: Make, name: str) -> None:
-    words, folder = "mean something only with their scales", make(name)
+    words, folder = "which mean nothing without their scales", make(name)
     models: list[Any] = [partial(plain_model, "fp8"), torch.nn.ModuleDict()]
     for model in models:
         assert words in refused(load_streaming, model, folder)
@@ -118,7 +118,7 @@ def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(
     if method:
         configure(tmp_path, quantization_config={"quant_method": method})
     kind = str(dtype).removeprefix("torch.")
-    words = f"{name}.weight is {kind} in the file, but the model has no {name}.step: the values are quantised codes, which mean nothing without this scale"
+    words = f"{name}.weight is {kind} in the file, but the model has no {name}.step: these are quantised values, which mean nothing without this scale"
     file, target = tmp_path / "model.safetensors", tmp_path / "written.safetensors"
     assert refused(load_pretrained, tmp_path).split("\n")[0] == f"{file}: {words}"
     code, text = run("convert", file, target, "--keys", "model", "--verify")
@@ -249,7 +249,7 @@ def test_a_conversion_copies_codes_as_they_are_or_refuses(
     assert state_differences(copied, quantised_state(name)) == []
     code, text = run("convert", folder, tmp_path / "cast.safetensors", "--dtype", "bf16")
     assert code == 2
-    assert "a conversion to another dtype would make useless" in text
+    assert "converted with --dtype, they would be useless" in text
     assert not (tmp_path / "cast.safetensors").exists()
 
 
@@ -260,7 +260,7 @@ def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
 ) -> None:
     code, text = run(verb, make(name))
     assert code == 2
-    assert f"quantised with {LAYOUTS[name].method}: 14 tensors are codes" in text
+    assert f"quantised with {LAYOUTS[name].method}: 14 tensors of quantised values" in text
     assert UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers") in text
 
 

@@ -164,10 +164,9 @@ class Conversion:
             check_converts(self.source, slices, "leave --dtype out")
         if self.dtype and found:
             raise CheckpointError(
-                f"{self.source}: {found.summary}; the tensors are codes and scales, which a"
-                " conversion to another dtype would make useless",
-                "leave --dtype out, to copy the codes and scales as they are"
-                + (", or add --keys model, to dequantise them" if found.dequantises else ""),
+                f"{self.source}: {found.summary}; converted with --dtype, they would be useless",
+                "leave --dtype out to copy the quantised values and their scales"
+                + (", or add --keys model to dequantise them" if found.dequantises else ""),
             )
         places = {where.name: where for where in slices}
         told = {"quantised": found.as_json() if found else None, "left_out": [*slices.values]}
@@ -241,8 +240,8 @@ def format_for(target: Path, fmt: str) -> str:
     if fmt == AUTO and not suffix and re.fullmatch(r"\.[A-Za-z]{1,12}", target.suffix):
         raise ConfigError(
             f"{target}: no format of checkpoints has the suffix {target.suffix}",
-            "name the target model.safetensors or model.pt; to write a folder of shards of this name,"
-            " add --format sharded",
+            f"end the name in .safetensors or .pt; to write a folder of shards named {target.name}, add"
+            " --format sharded",
         )
     if fmt == AUTO:
         return expected or "sharded"

@@ -177,7 +177,7 @@ def _notes(
             ours = "load_pretrained, streaming and convert --keys model dequantise them, and "
             yield (
                 f"{ours * found.dequantises}from_pretrained loads them; the peaks below are of a model"
-                " that takes the codes and the scales as they are"
+                " that takes the quantised values and their scales as they are"
             )
 
 

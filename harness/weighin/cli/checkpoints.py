@@ -78,7 +78,7 @@ def inspect(context: click.Context, typed: dict[str, Any]) -> None:
     Option(
         ["--keys"],
         WHAT,
-        "The names of the written tensors: those in SOURCE (file), or those of the model, for which tensors are stacked, joined and renamed as from_pretrained does. That takes memory for the whole model.",
+        "file: keep SOURCE's names of tensors. model: write those of the model, stacking, joining and renaming tensors as from_pretrained does, which takes memory for the whole model.",
         type=click.Choice(["file", "model"]),
         default="file",
     ),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     ),
     *parameters(
         {
-            "--results FOLDER": "The runs of this machine: what they measured is not predicted.",
+            "--results FOLDER": "The folder with this machine's runs: what they measured is not predicted.",
             "--all": "Show all strategies, not only the best five.",
         },
         results=Path("results"),

@@ -69,8 +69,9 @@ def bench(context: click.Context, _: dict[str, Any]) -> None:
 def run(context: click.Context, typed: dict[str, Any]) -> None:
     """Run a command under limits; show its peak memory, the peak's cause, and why it was killed.
 
-    The command keeps its standard streams, terminal, folder and environment. With one
-    limit and no repeats, weighin exits with the command's own exit code.
+    The command keeps its standard streams, terminal, folder and environment. With one limit and no
+    repeats, weighin exits with the command's exit code, or with 1 if that is 0 although the kernel
+    killed a process for lack of memory.
     """
     from weighin.plan.task import Progress
     from weighin.run.runner import resumable
@@ -93,7 +94,7 @@ def run(context: click.Context, typed: dict[str, Any]) -> None:
     _options.COMMAND,
     *parameters(
         {
-            "--within SHARE": "How close the search comes: this far above a limit that fails, or 8 MiB (for a command: 1 MiB).",
+            "--within SHARE": "How precisely to find the floor, as a share of it, but at best within 8 MiB (of a command: 1 MiB).",
             "--thrashing": "Accept a load that reads the same pages again and again, as long as it ends before --timeout.",
         },
         LIMITS,
@@ -114,14 +115,14 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
 
     With --use, the limit must also suffice for the use of the model after the load.
 
-    weighin stops a load that thrashes (reads evicted pages again and again): for example, a load
-    that has read more than 3 times the model's size again, or that has lost time for lack of memory
-    and takes more than 10 times as long as without a limit.
+    A load that reads evicted pages again and again (it thrashes) would take very long, so weighin
+    stops it: for example, if it has read more than 3 times the model's size again, or waits for
+    memory and takes more than 10 times as long as without a limit.
 
     With a command after --, find the smallest limit under which the command ends with exit code 0, or
     (--ready) is ready. The command runs about ten times, with an empty standard input; only the run
-    without a limit shows the command's output. Without --timeout, a limit fails if the command takes
-    longer than 10 times its time without a limit plus 30 s.
+    without a limit shows the command's output. Without --timeout, a try fails after 30 s plus 10
+    times what the command took without a limit.
     """
     from weighin.cli._progress import progress
     from weighin.records import run_folder

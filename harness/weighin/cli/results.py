@@ -107,8 +107,8 @@ def compare(_: click.Context, typed: dict[str, Any]) -> None:
             "--update": "Before the comparison, write the run's figures and outcomes into the baseline file, and show what changed in it.",
             "--budget BUDGET ...": 'An upper bound for a metric of the run, such as "peak_rss <= 1.1 x model + 64MiB above import" (metrics: peak_rss, anon, peak_cgroup, ready ...). Repeatable.',
             "--expect OUTCOMES ...": "Outcomes that you expect in place of ok, comma-separated as STRATEGY=OUTCOME. With baseline=oom_killed, the check passes if the kernel kills the strategy baseline for lack of memory.",
-            "--tolerance TOLERANCE ...": 'How much a metric may exceed the baseline file, such as "ready=30% 1s" (the larger of the two), "anon=64MiB both" (every change counts) or "load=off" (not compared). Repeatable.',
-            "--setting NAME=POLICY ...": "What another kernel, processor or other setting means: kernel=ignore, cpu=fail or settings.*=warn. Repeatable.",
+            "--tolerance TOLERANCE ...": 'How much a metric may exceed the baseline file, such as "ready=30% 1s" (the larger of the two), "anon=64MiB both" (a fall by more fails, too) or "load=off" (not compared). Repeatable.',
+            "--setting NAME=POLICY ...": "What a different kernel, processor or other setting does: kernel=ignore, cpu=fail or settings.*=warn. Repeatable.",
             "--metrics NAMES": "Compare only some metrics with the baseline file, such as --metrics above_import,ready_anon.",
             "--partial": "Judge the measured part of a stopped run. Without --partial, the check of such a run fails.",
             "--all": "Show all figures of the run, not only those that differ from the baseline file.",
@@ -139,7 +139,7 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
         )
     if typed["github"] and typed["json"] == _console.STDOUT:
         raise ConfigError(
-            "--github and --json - would both write to standard output",
+            "--github and --json=- both write to standard output",
             "give --json a file: --json check.json",
         )
     with _console.working(f"reading {' '.join(map(str, typed['runs']))}"):

@@ -130,7 +130,7 @@ class Cluster:
         self._silent = asked.keys() - {node.id for node in found}
         if self._silent and not found:
             silent = few(sorted(names[node] for node in self._silent))
-            why = f"no node says what it has: {silent}"
+            why = f"no node has told what it can measure: {silent}"
             raise ConfigError(why, "see whether other tasks of Ray hold these nodes: ray status")
         if not found:
             raise ConfigError(

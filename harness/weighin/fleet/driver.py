@@ -52,7 +52,10 @@ def engine_settings(
         raise UnknownName("engine", name, NAMES)
     if name == "ray":
         if jobs > 1:
-            raise ConfigError("each node of a cluster runs one cell at a time", "leave jobs out")
+            raise ConfigError(
+                f"jobs={jobs}: with --engine ray, each node runs one cell at a time",
+                "leave jobs out",
+            )
         return {"name": name, "address": address or "auto", "labels": dict(labels)}
     if address or labels:
         why = "address and labels have an effect only with --engine ray"
@@ -155,7 +158,7 @@ class Driver:
         return {n for n in places if self._crew.gpus.get(n, 0) >= least}
 
     def _look(self) -> None:
-        """Look which nodes were lost, and which have joined; take back the cells that no node can run."""
+        """Find which nodes were lost and which have joined; take back the cells that no node can run."""
         lost, self._alive = self._alive, self._crew.names()
         self._names = self._names | self._alive
         for place in lost.keys() - self._alive.keys():

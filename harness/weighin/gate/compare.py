@@ -30,7 +30,7 @@ _OF_MACHINE: Final = (
     "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
     "gpu",
 )  # fmt: skip
-_OF_TIMES: Final = "Times differ for many reasons, so a step of a time proves nothing alone."
+_OF_TIMES: Final = "Times differ for many reasons, so a step in a time alone proves nothing."
 
 
 Found = tuple[Document, dict[str, Any]]
@@ -113,8 +113,10 @@ def _incomparable(groups: Sequence[Group], by: str) -> ConfigError:
         return UnknownName("setting", by, known)
     found = ", ".join(group.name for group in groups[:5])
     return ConfigError(
-        f"cannot compare by {by}: the records have {len(groups)} of it{': ' * bool(found)}{found}",
-        f"name runs of which it differs, or leave out --by {by}",
+        f"cannot compare by {by}: all records have {found}"
+        if found
+        else f"cannot compare by {by}: no record has it",
+        f"name runs in which {by} differs, or leave out --by {by}",
     )
 
 

@@ -50,7 +50,7 @@ def plan(
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
     mounts = (*map(Path, settings.mounts), *folders, *adapters)
     if gone := [str(path) for path in mounts if not path.exists()]:
-        raise ConfigError(f"mounts: {gone[0]}: there is no such file or folder")
+        raise ConfigError(f"mounts: {gone[0]}: there is no such file or folder", "correct the path")
     found = {
         "checkpoint": checkpoint,
         "checkpoints": {title: str(path.absolute()) for title, path in chosen.checkpoints.items()},

@@ -79,7 +79,7 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
             what = f"the strategy or command {cell.strategy!r}"
             raise RecordError(f"{place} lacks {what}", "start a new run")
     if not found.cells:
-        raise RecordError(f"{place} lacks cells", "start a new run")
+        raise RecordError(f"{place} has no cells", "start a new run")
     again = resume_command(verb_of(vars(settings)), folder)
     if not (trusted or is_ours(text)) and (listed := "; ".join(foreign(found.cells, settings))):
         raise ConfigError(
@@ -138,7 +138,7 @@ def files_in(paths: Sequence[str]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
-            raise ConfigError(f"--cold {path}: there is no such file or folder")
+            raise ConfigError(f"--cold {path}: there is no such file or folder", "correct the path")
         found = [path] if path.is_file() else path.rglob("*")
         files += [each for each in found if each.is_file()]
     return files

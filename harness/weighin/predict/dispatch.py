@@ -164,7 +164,7 @@ class Operations(TorchDispatchMode):
         if call.name == "_local_scalar_dense":  # torch.asarray reads one element
             if self._ledger.place_of(call.inputs[0]) != "file":
                 raise CannotFollow(
-                    "the code uses values of tensors, but a prediction runs without values"
+                    "the code reads values of tensors, which a prediction does not have"
                 )
             return call.run()
         if call.name == "equal":  # from_pretrained compares tied weights that the files have twice

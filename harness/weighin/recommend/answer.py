@@ -333,7 +333,7 @@ def _no_best(advice: Advice) -> str:
         return f"No strategy is left: --allow {allow} leaves out all that load this model on {asked.device}."
     if all(one.verdict is FitVerdict.UNKNOWN for one in advice.candidates):
         why = ", ".join(dict.fromkeys(one.why for one in advice.candidates))
-        return f"weighin knows of no strategy whether it loads this model: {why}."
+        return f"weighin cannot tell whether any strategy loads this model: {why}."
     return f"No strategy certainly fits. {_help(asked.dtype)}"
 
 

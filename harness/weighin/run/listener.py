@@ -202,7 +202,7 @@ class Reported:
         """Begin a program's phase, by a name that is valid and not that of a phase of weighin."""
         if not begun.resets:
             self.note(
-                "a process could not reset its peak RSS: its phases have that since its start"
+                "a process could not reset its peak RSS (clear_refs): its phases have the peak since its start"
             )
         if before := self.open.pop(begun.id, None):  # a phase from before the process called exec
             self._close(before, now)

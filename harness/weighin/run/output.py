@@ -180,9 +180,8 @@ class Readiness:
         self._asking: threading.Thread | None = None
         if url and answers(url):
             raise ConfigError(
-                f"a server answers at {url} before the command starts",
-                "stop that server, or start the command on another port and write that port into"
-                " --ready-url",
+                f"--ready-url {url}: a server answers there before the command starts",
+                "stop that server, or start the command on another port, and give that port",
             )
 
     def now(self) -> None:

@@ -112,7 +112,9 @@ def _as_environment(taken: str, value: object, info: ValidationInfo) -> object:
         if not isinstance(name, str):
             raise ValueError(f"the name {name!r} is not a text", "write the name in quotes")  # noqa: TRY004 (pydantic takes no TypeError)
         if not re.fullmatch(r"[^=\0]+", name) or "\0" in str(text):
-            raise ValueError(f"{name!r} cannot be set", "write as in {MALLOC_ARENA_MAX: 2}")
+            raise ValueError(
+                f"{name!r} cannot be an environment variable", "write as in {MALLOC_ARENA_MAX: 2}"
+            )
         if info.context != IN_PLAN and re.fullmatch(taken, name):
             raise ValueError(f"weighin sets {name} itself", f"leave {name} out")
     return value
@@ -176,7 +178,7 @@ _Limits = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_number, 
 
 
 class Strict(BaseModel):
-    """What people write: an unknown key is an error, except in a plan, which a later weighin may have written."""
+    """What people write. An unknown key is an error, except in a plan, which a later weighin may have written."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
@@ -257,7 +259,7 @@ class SuiteCommand(Strict):
     ]
     """The program and its arguments: a list of words, or one text that is split as a shell splits it."""
     cold: Annotated[_Several[str], Option(HOW, "run floor", "PATH", is_repeatable=True)] = []
-    """Drop this file or folder from the page cache before each start: else the pages that another program read before are missing in the figures."""
+    """Drop this file or folder from the page cache before each start. Otherwise, the figures miss pages that another program read before."""
     marks: Annotated[_Several[_Pattern], Option(HOW, "run", "REGEX", ("--mark",), True)] = []
     """Mark each line of output that matches this regular expression on the timeline."""
     environment: Annotated[
@@ -335,7 +337,7 @@ class Load(Strict):
     format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: that of your checkpoint if the strategy reads it, else the first that the strategy reads."""
     passes: Annotated[int, Field(ge=1)] = 1
-    """Forward passes of the use forward: each reads a mapped model again that is larger than the limit."""
+    """How many forward passes the use forward runs. Each pass reads a mapped model again if it is larger than the limit."""
     uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
     """What happens after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
     ranks: Annotated[_Some[Annotated[int, Field(ge=1, le=64)]], Option(HOW, _LOADS, "NUMBERS")] = [
@@ -368,9 +370,9 @@ class Measure(Strict):
     isolation: Annotated[
         Literal["auto", "docker", "cgroup", "process"], Option(LIMITS, _MEASURED, "NAME")
     ] = "auto"
-    """What enforces the limits: docker, cgroup, process (no limit), or auto, the first that works; for commands, auto takes no container. A gate should name one: their figures differ."""
+    """What enforces the limits: docker, cgroup, process (no limit), or auto, the first that works; for commands, auto takes no container. In a gate, name one, because their figures differ."""
     repeats: Annotated[int, Field(ge=1, le=10_000), Option(HOW, "bench run", "N")] = 1
-    """How often each cell is measured: all once, then all again."""
+    """How often each cell is measured: every cell once, then every cell again."""
     timeout_s: Annotated[_Seconds, Option(LIMITS, _MEASURED, "SECONDS", ("--timeout",))] = Field(
         default_factory=lambda known: 0.0 if known.get("commands") else 600.0
     )
@@ -415,7 +417,7 @@ class Settings(Measure, Load, Command, Model):
     cwd: str = ""
     """The working folder of commands."""
     within: Annotated[float | None, Field(gt=0, le=COARSEST)] = None
-    """The precision of a search of `weighin floor`, as a share of the floor; none for another run."""
+    """How precisely `weighin floor` finds the floor, as a share of it; other commands have no such setting."""
     aim: Aim = Aim.ENDS
     """The kind of floor (smallest limit) that is searched."""
     checkpoints: dict[str, str] = {}
@@ -547,7 +549,7 @@ def merge(sources: Sequence[tuple[Place, Mapping[str, Any]]], kind: str = MODELS
     """Return the settings of several sources, of which a later one overrides the earlier ones.
 
     A source that names models takes none of the other keys of ``Model`` from the earlier ones, because
-    a checkpoint or an argument is one model's own. The first source's place is that of what no source has.
+    a checkpoint or an argument is one model's own. What no source has is reported at the first source's place.
     """
     content: dict[str, Any] = {}
     written: dict[str, Place] = {}
@@ -563,7 +565,7 @@ def merge(sources: Sequence[tuple[Place, Mapping[str, Any]]], kind: str = MODELS
     settings = validate(Settings, content, named, kind)
     if not (settings.models or settings.commands):
         place, key = sources[0][0], KEYS[kind][0]
-        raise ConfigError(f"{place(key)}: the suite has none", f"write the key {key}")
+        raise ConfigError(f"{place(key)}: the suite names none", f"add the key {key} to the suite")
     return settings
 
 

@@ -30,6 +30,7 @@ from hashlib import sha256
 from itertools import chain, combinations
 from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
@@ -210,7 +211,7 @@ _DCP_AGAIN: Final = (
     " read it either, the folder is damaged"
 )
 _MERGE: Final = (
-    "merge it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
+    "merge it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {} FILE.pt"
 )
 _KNOWN: Final = re.compile(
     r"torch\.distributed\.checkpoint\.metadata\.(Metadata|MetadataIndex|TensorStorageMetadata"
@@ -234,7 +235,8 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
         raise foreign.unreadable(path, error) from error
     if odd := [name for name in pickled.names if not _KNOWN.fullmatch(name)]:
         what = "the pickle holds more than tensors, and weighin did NOT execute it: it refers to"
-        raise CheckpointError(f"{path}: {what} {odd[0]}", f"if you trust the folder, {_MERGE}")
+        repair = f"if you trust the folder, {_MERGE.format(quote(str(folder)))} (this executes the pickle)"
+        raise CheckpointError(f"{path}: {what} {odd[0]}", repair)
     metadata = _fields(pickled.value)
     tensors, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not (isinstance(tensors, dict) and isinstance(stored, dict) and tensors):
@@ -324,7 +326,8 @@ def _check_tiles(path: Path, key: str, shape: Shape, blocks: Sequence[tuple[Shap
             what = f"the part of {shown(key)} at {start} is outside the shape {shape}"
             raise foreign.damaged(path, what, _DCP_AGAIN)
     if len(blocks) > _MOST_BLOCKS:
-        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", _MERGE)
+        merge = _MERGE.format(quote(str(path.parent)))
+        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", merge)
     solid = [block for block in blocks if prod(block[1])]
     for (start, size), (other, others) in combinations(solid, 2):
         pairs = zip(start, size, other, others, strict=True)

@@ -208,7 +208,7 @@ def _check_codes(model: Any, checkpoint: Path, slices: Sequence[Slice], load: Lo
         if target.is_floating_point():
             raise CheckpointError(
                 f"{checkpoint}: {plain(one.name)} is {one.dtype_name} in the file, but the model has no"
-                f" {plain(scale)}: the values are quantised codes, which mean nothing without this"
+                f" {plain(scale)}: these are quantised values, which mean nothing without this"
                 " scale",
                 "load the model with the library that quantised the weights, or copy its"
                 " 'quantization_config' into config.json",

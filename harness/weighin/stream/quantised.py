@@ -1,4 +1,4 @@
-"""Tell whether the tensors of a checkpoint are quantised codes, and who turns them into weights.
+"""Tell whether the tensors of a checkpoint are quantised values (codes), and who turns them into weights.
 
 ``quantization_config`` in ``config.json`` describes the quantisation, or a place where transformers does
 not look. Without it, names and dtypes suffice: the codes of a weight and their scales differ in their
@@ -78,17 +78,17 @@ class Quantised:
 
         if not self.weights:
             return f"quantised with {self.method}, as the configuration says"
-        count = f"{self.weights:,} tensors are" if self.weights > 1 else "1 tensor is"
+        tensors = f"{self.weights:,} tensors" if self.weights > 1 else "1 tensor"
         return (
-            f"quantised with {self.method}: {count} codes that mean something only with their scales"
-            f" ({format_bytes(self.stored_bytes)} as stored)"
+            f"quantised with {self.method}: {tensors} of quantised values, which mean nothing without"
+            f" their scales ({format_bytes(self.stored_bytes)} as stored)"
         )
 
     def error(self, path: Path) -> CheckpointError:
         """Return the error for a loader that would take the codes for weights."""
         why, repair, folder = self.obstacle, self.repair, quote(str(folder_of(path)))
         if not why and self.dequantises:
-            why = "only the model of this folder takes them, dequantised"
+            why = "they must be dequantised for the model of this folder"
             repair = "load it with load_pretrained, or write the weights: weighin convert"
             repair += f" {folder} NEW.safetensors --keys model"
         elif not why:
@@ -139,7 +139,7 @@ def of_folder(folder: Path, config: Mapping[str, Any], slices: Sequence[Slice]) 
     obstacle = next((text for is_so, text in obstacles if is_so), "")
     repair = ""
     if obstacle:
-        obstacle += ": from_pretrained takes the codes for weights, or fails"
+        obstacle += ": from_pretrained takes the quantised values for weights, or fails"
         repair = (
             f"give a folder whose {CONFIG} has the {_KEY} that the quantising library wrote, if"
             " transformers has the method; or load the model with that library"

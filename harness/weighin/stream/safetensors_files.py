@@ -58,7 +58,7 @@ def read(path: Path) -> Checkpoint:
     if not isinstance(metadata, dict):
         raise foreign.damaged(path, f"{METADATA} is not a JSON object of strings")
     if odd := [key for key, value in metadata.items() if not isinstance(value, str)]:
-        raise foreign.damaged(path, f"{METADATA}: {shown(odd[0])} is not a string")
+        raise foreign.damaged(path, f"{METADATA}: the value of {shown(odd[0])} is not a string")
     start = 8 + len(text)
     slices = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
     at, before = start, "the header"

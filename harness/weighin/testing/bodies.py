@@ -109,7 +109,8 @@ def _load(
         "dtype": "float32",
     }
     if unknown := options.keys() - _OF_LOADS:
-        raise TypeError(f"measure() of a strategy has no option {min(unknown)!r}")
+        known = ", ".join(sorted(_OF_LOADS))
+        raise TypeError(f"measure() of a strategy has no option {min(unknown)!r}, only {known}")
     suite |= {name: value for name, value in options.items() if value}
     task, _ = plans.start(check_suite(suite), folder / "run")
     try:
@@ -190,7 +191,7 @@ def _arguments(item: pytest.Item) -> tuple[str, ...]:
 
 
 def excess(result: Result, limit: Limit, allowed: int) -> str:
-    """Return why a test fails whose memory was not measured or grew by more than ``allowed``, else ""."""
+    """Return why a test fails: its memory was not measured, or grew by more than ``allowed``; else ""."""
     of_peak, of_start, needs = METRICS[limit.metric]
     peak, start = getattr(result.peaks, of_peak), getattr(result.baseline, of_start, 0)
     if peak is None or start is None:
