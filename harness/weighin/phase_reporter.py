@@ -69,7 +69,7 @@ def memory_of(status: dict[str, int]) -> dict[str, int]:
 
 
 def read_figures(pid: int | str = "self") -> dict[str, Any]:
-    """Return what a process's messages have of itself: its mark VmHWM, its memory and its page faults."""
+    """Return what a process reports of itself: its peak VmHWM, its memory and its page faults."""
     status = parse_status(read_text(f"/proc/{pid}/status"))
     faults = parse_faults(read_text(f"/proc/{pid}/stat"))
     return {"peak_rss_bytes": status["VmHWM"], "memory": memory_of(status), "faults": faults}
@@ -132,7 +132,7 @@ class Reporter:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def begin(self, name: str) -> tuple[int, int]:
-        """Report the begin of a phase; return what ``end`` needs: the pid, and the phase's number."""
+        """Report that a phase begins; return what ``end`` needs: the pid, and the phase's number."""
         number = next(self._ids)
         self._tell(number, name)
         return os.getpid(), number

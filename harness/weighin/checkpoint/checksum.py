@@ -85,7 +85,7 @@ def summing(
 
 
 def pieces_of(tensor: torch.Tensor, elements: int = PIECE_ELEMENTS) -> Iterator[torch.Tensor]:
-    """Yield the elements in row-major order, as flat tensors: views, if contiguous."""
+    """Yield a tensor in flat pieces of at most ``elements`` elements, in row-major order; views of a contiguous one."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         flat = tensor.view(-1)

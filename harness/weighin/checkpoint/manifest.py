@@ -17,7 +17,7 @@ Kind = Literal["parameter", "persistent_buffer", "non_persistent_buffer"]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter or buffer of a model, and checksums of its values in a correctly loaded model."""
+    """One parameter or buffer, with the checksums that its values have in a correctly loaded model."""
 
     name: str
     shape: tuple[int, ...]

@@ -59,7 +59,7 @@ def note(*texts: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a line on standard error; whoever reads it no longer (2>&1 | head -1) changes no exit code."""
+    """Print a line on standard error; a closed pipe (2>&1 | head -1) does not change the exit code."""
     with suppress(BrokenPipeError):
         click.echo(text, err=True, color=colour())
 

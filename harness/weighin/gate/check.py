@@ -56,7 +56,10 @@ FAILING: Final = _ORDER[: _ORDER.index(LineVerdict.CHANGED)]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A figure's change in a phase; without ``was``, by ``step`` above the baseline's highest phase."""
+    """A phase's figure before (``was``, None if the baseline file lacks the phase) and ``now``.
+
+    ``step`` is the growth over ``was``, else over the highest phase of the baseline file.
+    """
 
     phase: str
     was: int | None
@@ -249,7 +252,7 @@ def evaluate(
     environment: Mapping[str, Setting],
     series: Mapping[str, Series],
 ) -> GateResult:
-    """Judge all series by the rules, and by ``baseline`` if it is not None."""
+    """Judge all series by the rules and by the baseline file, if any."""
     before = baseline.series if baseline else {}
     lines, notes, unjudged, unmet = list[Line](), list[str](), list[str](), list[Expectation]()
     for rule in rules.expected:

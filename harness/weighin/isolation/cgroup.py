@@ -122,7 +122,6 @@ def roots() -> list[Path]:
 
 
 def make(cell: Cell | None = None) -> list[Path]:
-    """Create cgroups with the limits of a cell."""
     name = f"{PREFIX}{probe.owned_name(next(_numbers))}"
     groups = [root / name for root in roots()]
     with ExitStack() as made:

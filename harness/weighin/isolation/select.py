@@ -36,9 +36,10 @@ def choose(
     image: str = "",
     nodes: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> tuple[Isolation, str]:
-    """Return a working isolation, and a note for the user. ``auto`` takes the first of ``NAMES`` that works, if
-    ``limited`` one that enforces a RAM limit. ``nodes`` has, for each machine that runs the cells instead of this
-    one, why an isolation does not work there: ``auto`` takes what works on all, a named one need work on one.
+    """Return a working isolation, and a note for the user. ``auto`` takes the first of ``NAMES`` that works
+    and, if ``limited``, enforces a RAM limit. If other machines run the cells, ``nodes`` says for each why an
+    isolation does not work there; ``auto`` then takes one that works on all, and a named one must work on at
+    least one.
     """
     whys: list[str] = []
     repairs: list[str] = []

@@ -30,7 +30,7 @@ _SYSTEM: Final = (
 
 def of_machine() -> tuple[str, ...]:
     """Return the paths of this machine's programs, of this Python with its packages, and of weighin; never the
-    root, the home or the current folder for being in ``sys.path``.
+    root, the home or the current folder merely because ``sys.path`` has it.
     """
     whole = {"/", os.path.realpath(os.path.expanduser("~"))}  # noqa: PTH111
     with contextlib.suppress(FileNotFoundError):  # the current folder was deleted

@@ -1,6 +1,6 @@
 """The ledger of a symbolic run: it counts the memory that each storage would use in a real load.
 
-A symbolic run executes a strategy on tensors without values. The tensors have real storages,
+A symbolic run executes a strategy on tensors that only reserve address space. The tensors have real storages,
 because some code needs addresses, views or sharing. Large storages are never written, and so use no
 memory. The ledger adds up the memory that they would use in a real load.
 """
@@ -109,7 +109,7 @@ class Ledger:
         return block
 
     def place_of(self, tensor: torch.Tensor) -> Place:
-        """Return the memory (such as "cuda") in which a tensor would be in a real load."""
+        """Return where a tensor would be in a real load: "host", "pinned", "file", "cuda" or "meta"."""
         return "meta" if tensor.is_meta else self.block_of(tensor).place
 
     @contextmanager

@@ -102,7 +102,8 @@ class Prediction(Peaks):
 
     @property
     def floor_least_bytes(self) -> int | None:
-        """The RAM limit that should suffice in some processes; the kernel may read ahead less then."""
+        """The RAM limit that should suffice in the most favourable process, if the kernel reads ahead less,
+        too."""
         if self.floor_bytes is None:
             return None
         least = self.with_use("host_anon_least_bytes") or 0

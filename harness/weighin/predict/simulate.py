@@ -1,4 +1,4 @@
-"""Make a checkpoint without values, run a strategy on it, touch every tensor, and use the model."""
+"""Make a checkpoint of holes (a sparse file), run a strategy on it, touch every tensor, and use the model."""
 
 import sys
 import tempfile
@@ -53,7 +53,7 @@ def make_sparse(
     source: Path | None = None,
     selection: Selection = WHOLE,
 ) -> Path:
-    """Write a checkpoint without values, a sparse file that uses almost no disk space; return its path.
+    """Write a checkpoint of holes, a sparse file that uses almost no disk space; return its path.
 
     It has the tensors that ``selection`` selects in ``source``, or those of ``model`` without a source. For
     a model of a library (transformers), it has the model's tensors in the widest dtype of ``source``,
@@ -120,7 +120,8 @@ def run(
     function: Function | None = None,
     inputs: Inputs | None = None,
 ) -> Prediction:
-    """Run a cell's strategy on tensors without values; return the memory and work of a real load."""
+    """Run a cell's strategy on tensors that only reserve address space; return the memory and work of a real
+    load."""
     device, dtype = torch.device(cell.device), getattr(torch, cell.dtype)
     gpu = CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None
     ledger = Ledger(gpu, baseline, own_bytes)

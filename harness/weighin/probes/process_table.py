@@ -24,7 +24,7 @@ _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
 
 
 class Pause:
-    """Limits an action that is due to 5 % of one processor's time: ``with`` returns whether it is. What the block
+    """Limits a repeated action to 5 % of one processor's time: ``with`` returns whether it is due. What the block
     does in spite of it (``ProcessTable.keep``, after a steep rise) is not limited, and puts nothing off.
     """
 

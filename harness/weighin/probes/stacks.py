@@ -30,7 +30,7 @@ _WAYS: Final = (((), 2.0), (("--nonblocking",), 2.0))  # options of py-spy, and 
 
 
 class StackTaker:
-    """Reads stacks, for ``frozen_ns`` in all, in which py-spy stops processes for moments."""
+    """Reads stacks with py-spy, which stops the processes meanwhile: for ``frozen_ns`` in all."""
 
     def __init__(self, pids: Callable[[], list[int]], cgroup: Path | None = None) -> None:
         self.frozen_ns = 0

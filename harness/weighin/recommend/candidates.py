@@ -106,7 +106,7 @@ def assess(
     limits: Limits,
     checkpoint_format: str,
 ) -> Candidate:
-    """Judge a strategy, whose load takes ``predicted_s`` where no record tells another time."""
+    """Judge a strategy; its load takes ``predicted_s`` unless a record has a measured time."""
     cell, ram = prediction.cell, limits.ram_bytes
     need, memory_from = prediction.floor_bytes, "predicted"
     ready_s = noise_s = tried = None
@@ -147,7 +147,7 @@ def assess(
 
 
 def predicted_ready_s(prediction: Prediction, machine: Speeds) -> float:
-    """Return the predicted seconds until ready: each work / its speed, and the run's own CPU time."""
+    """Return the predicted seconds until ready: each kind of work / its speed, plus the code's own CPU time."""
     work = prediction.work
     stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
     return (

@@ -135,7 +135,8 @@ class Cause:
 class Facts:
     """Facts from a command's record; all sizes are those at the command's highest memory use.
 
-    ``place`` is the line that ran last near the peak, if any; its ``process`` read the checkpoint ``files``.
+    ``place`` is the last line that was running near the peak, if any, ``process`` the process that ran it, and
+    ``files`` the checkpoints which that process read rather than mapped.
     """
 
     def __init__(self, result: Result, ran: Ran, samples: Sequence[Sample]) -> None:

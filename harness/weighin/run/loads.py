@@ -388,8 +388,9 @@ def compile_code() -> None:
 @contextmanager
 def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
     """Hold fresh memory in the block: ``wanted_bytes``, or less, so that ``spare_bytes`` remain. It changes no figure
-    of memory. Some virtual machines report a page that was free for 2 s to their host, and take three times as
-    long to give it again: not what is held until no report is due, and freed as the load begins.
+    of memory. Some virtual machines report to their host each page that was free for 2 s, and then take three
+    times as long to provide it. Memory held until no report is due, and freed as the load begins, is not
+    reported.
     """
     free_bytes = environment.free_ram_bytes() - spare_bytes
     size = min(wanted_bytes, int(free_bytes * 0.8))  # more could evict pages of others

@@ -65,7 +65,7 @@ class Spec:
         self.on_phase: Callable[[str], object] = str  # gets the name of each phase of a load
 
     def before_load(self) -> None:
-        """Do what is to be done when the worker waits for the begin of its load."""
+        """Run when the worker is about to begin its load, and waits for this."""
 
 
 @dataclass(frozen=True, slots=True)

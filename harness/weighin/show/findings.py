@@ -76,7 +76,8 @@ def findings(run: Measured) -> Iterator[Table]:
 def names(
     rows: Sequence[Row], without: Sequence[str], series: Callable[[Cell], str]
 ) -> Mapping[str, str]:
-    """Return a name for each ``series``: its label, and the settings in which the rows differ, but ``without``."""
+    """Return a name for each ``series``: its label, and the settings in which the rows differ, except
+    ``without``."""
     label = labels_among(cells_of(rows))
     changing = [name for name in varying(rows) if name not in (*IN_LABELS, *without)]
     return {

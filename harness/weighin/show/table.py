@@ -293,7 +293,6 @@ def escape(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text for Markdown."""
     return texts.markdown(printable(text, "\n"))
 
 

@@ -120,7 +120,7 @@ def part_of(where: Slice, view: torch.Tensor) -> Slice | None:
 
 
 def empty(where: Slice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for a tensor, to be read into."""
+    """Return uninitialised memory for a tensor that a read will fill."""
     offset = where.offset if dtype == where.dtype else 0
     flat = allocate(prod(where.shape), dtype, device, offset)
     return flat.as_strided(where.shape, dense_stride(where))

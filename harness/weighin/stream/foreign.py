@@ -373,7 +373,7 @@ def named_step(path: Path) -> tuple[Path, Path] | None:
 def misfit(
     path: Path, model: str, keys: Mapping[str, Collection[str]], reason: str = "", repair: str = ""
 ) -> CheckpointError:
-    """Return the error for a checkpoint with ``keys`` that do not fit, by fault ("missing"); else for ``reason``."""
+    """Return the error for a checkpoint that does not fit: its ``keys``, by fault ("missing"), else ``reason``."""
     faults = [
         f"{len(names)} {what} ({first_names(names)})" for what, names in keys.items() if names
     ]

@@ -216,7 +216,7 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 def dtype_of(config: Mapping[str, Any], file: Path = Path(CONFIG)) -> str | None:
-    """Return the dtype that ``file`` names, or None; of a dict, that of the key ""."""
+    """Return the dtype that ``file`` names, or None; where it names several in a dict, that of the key ""."""
     name = config.get("dtype")
     if name is None:
         name = config.get("torch_dtype")
@@ -396,7 +396,7 @@ def with_adapter(spec: ModelSpec, named: str) -> ModelSpec:
 
 
 def adapter_files(adapter: Path) -> list[Path]:
-    """Return the files of an adapter; CheckpointError if some lack, for which peft would ask the Hub."""
+    """Return the files of an adapter; CheckpointError if some are missing, which peft would ask the Hub for."""
     names = (ADAPTER, "adapter_model.safetensors", "adapter_model.bin")
     files = [file for name in names if (file := adapter / name).is_file()]
     if len(files) < 2 or files[0].name != ADAPTER:

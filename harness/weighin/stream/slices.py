@@ -152,7 +152,7 @@ class Checkpoint(list[Slice]):
         return not (self.values or self.refused)
 
     def without(self, prefix: str, *, only: bool = False) -> "Checkpoint":
-        """Return it without ``prefix`` in names; with ``only``, without other names."""
+        """Return the checkpoint with ``prefix`` removed from names; with ``only``, drop all names without it."""
         kept = prefix if only else ""
         names = [*(one.name for one in self), *self.values]
         short = {name: name.removeprefix(prefix) for name in names if name.startswith(kept)}

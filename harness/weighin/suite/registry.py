@@ -270,7 +270,7 @@ def read_model(path: Path) -> ModelSpec:
 
 
 def builders() -> set[str]:
-    """Return the builders of weighin's models, which are no code of others."""
+    """Return the builders of weighin's own models, which run without ``--trust``."""
     return {SYNTHESISED, *(read_model(path).builder for path in models().values())}
 
 
@@ -280,7 +280,6 @@ def model(
     selection: Selection = WHOLE,
     choice: FolderChoice = AS_SAVED,
 ) -> ModelSpec:
-    """Return the model that ``name`` stands for (see ``model_and_checkpoint``)."""
     return model_and_checkpoint(name, kwargs, selection, choice)[0]
 
 

@@ -145,7 +145,7 @@ def example_inputs(
 
 def settle_math() -> None:
     """Call MKL's vector functions on one thread, so that MKL selects its kernels there. If two threads make the
-    first calls, MKL may compute parts of one result by different routines: 1 of 100 tables of rotary cosines was wrong by 1.5e-4.
+    first calls, MKL may compute parts of one result by different routines: a table of rotary cosines was then wrong by 1.5e-4.
     """
     for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh):
         function(torch.ones(8))
@@ -191,7 +191,8 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
 def check_structure(
     tensors: dict[str, torch.Tensor], manifest: Manifest, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise WrongWeights for a tensor of no value, or of another name, device, shape, dtype or tie than expected."""
+    """Raise WrongWeights for a tensor on the meta device, or of another name, device, shape, dtype or tie than
+    expected."""
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
     complain("not in the checkpoint", tensors.keys() - expected.keys())

@@ -42,7 +42,7 @@ def named_by_strategy(name: object) -> str:
 
 
 class Marks:
-    """A worker's report to weighin, by whose socket its job lies in ``folder``. The worker ends with weighin: by a
+    """A worker's report to weighin; ``folder`` has its job and weighin's socket. The worker ends with weighin: by a
     signal, also inside a long call of C; in a container, the engine sends it.
     """
 

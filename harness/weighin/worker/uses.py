@@ -18,7 +18,7 @@ CHILDREN: Final = 2
 
 
 class Done(NamedTuple):
-    """The result of a use: ``kept`` stays alive until the phase has ended, whose memory at the end includes it."""
+    """The result of a use; ``kept`` stays alive until the phase has ended, so its final memory includes it."""
 
     kept: object = None
     gradients: str = ""
