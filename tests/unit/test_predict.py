@@ -9,6 +9,7 @@ import leftovers
 import pytest
 import torch
 from nightly import nightly
+from snapshots import Compare
 
 from weighin import install
 from weighin.cell import Cell, ModelSpec
@@ -82,14 +83,7 @@ STARTS = {
     "fails": f"{RUN}; raise ValueError",
     "caught": "\ntry: os.fork()\nexcept Exception: pass",
 }
-COPIES = {
-    "write": (1, 1), "sgd": (2, 2), "adamw": (6, 6), "deepcopy": (1, 2), "save": (0, 1),
-    "twice": (1, 2),
-}  # fmt: skip
-"""The peak of a use of a mapped and of a copied model, in copies of the weight.
-
-AdamW keeps a gradient and two states, and needs two temporary tensors as large as a weight.
-"""
+USES = ("write", "sgd", "adamw", "deepcopy", "save", "twice")
 TWICE = """
 def use(model):
     return [parameter.detach() * 2 for parameter in model.parameters()]
@@ -133,7 +127,7 @@ def cells(folder: Path) -> Mapping[str, Planned]:
         **{name: own(folder, name, body) for name, body in OWN.items()},
         **{f"starts: {name}": own(folder, name, f"{how}\nreturn job.build_model()")
            for name, how in STARTS.items()},
-        **{f"{name} {use}": planned(name, use) for name in used for use in COPIES},
+        **{f"{name} {use}": planned(name, use) for name in used for use in USES},
         "mmap_assign to-device": planned("mmap_assign", "to-device"),
         "mmap_assign adamw cuda": planned("mmap_assign", "adamw", device="cuda"),
         "tied sgd": planned("load_assign", "sgd", model=TIED),
@@ -177,27 +171,43 @@ def used(one: Prediction) -> PredictedUse:
     return one.use
 
 
-@pytest.mark.parametrize(
-    ("name", "copies"),
-    [
-        ("baseline", 2), ("sequential", 2), ("load_assign", 1), ("streaming", 1),
-        ("three copies", 3), ("accelerate pt", 1), ("accelerate safetensors", 0),
-        ("mmap_assign", 0),
-    ],
-)  # fmt: skip
-def test_copies_on_the_cpu_are_counted(followed: Followed, name: str, copies: int) -> None:
-    one = followed[name]
-    assert round(above(one, one) - 0.1) == copies  # up to 0.6 for imports and small tensors
-    assert one.model_bytes == WEIGHTS
-    assert one.disk_read_bytes == pytest.approx(WEIGHTS, abs=4096)  # a page of a mapped file
-    assert (one.checkpoint_dtype, one.is_mixed, one.computes_buffers) == ("float32", False, False)
-    assert one.cuda_requested_bytes is one.cuda_reserved_bytes is None
+def told(one: Prediction) -> list[str]:
+    """What is said of a prediction; sizes that differ a little from process to process in copies of the weight.
+
+    Up to 0.6 copies are imports and small tensors.
+    """
+    if one.cannot:
+        assert one.host_anon_peak_bytes is None
+        # Without the path of a file and the words of torch.
+        return [f"cannot: {one.cannot.partition(' in /')[0].partition('.default: ')[0]}"]
+    facts = {"is mixed": one.is_mixed, "computes buffers": one.computes_buffers}
+    mapped, from_disk = one.work.mapped_bytes / WEIGHTS, (one.disk_read_bytes or 0) / WEIGHTS
+    said = [
+        f"{one.model_bytes} B, {one.checkpoint_dtype}",
+        f"reads {one.work.read_bytes} B in {one.work.archives} archives, maps {mapped:.2f}; {from_disk:.2f} from the disk",
+        *one.reasons,
+        f"phases: {', '.join(phase.name for phase in one.phases)}",
+        *(fact for fact, is_so in facts.items() if is_so),
+    ]
+    if (one.cell.dtype, one.cell.device) == ("float32", "cpu"):
+        said.append(f"holds {round(above(one, one) - 0.1)}")
+        said += [f"{one.use.name} holds {round(above(one.use, one))}"] if one.use else []
+    if one.cuda_reserved_bytes is not None:
+        sums = (one.cuda_requested_bytes, one.cuda_allocated_bytes)
+        said.append(f"GPU: {sums}, reserved {one.cuda_reserved_bytes}")
+    if one.use and one.use.cuda_requested_bytes:
+        said.append(f"GPU of the use: {one.use.cuda_requested_bytes / WEIGHT_BYTES:.1f}")
+    return said
+
+
+def test_what_is_predicted(followed: Followed, same: Compare) -> None:
+    said = ("\n  ".join([name, *told(one)]) for name, one in followed.items())
+    same("predicted_loads.txt", "\n".join(said) + "\n")
 
 
 def test_accelerate_keeps_the_converted_copy_beside_mapped_pages(followed: Followed) -> None:
     one = followed["accelerate bf16"]
     assert round(2 * above(one, one)) == 1
-    assert one.is_mixed is False
 
 
 def test_buffers_are_no_larger_than_what_is_read(followed: Followed) -> None:
@@ -222,10 +232,8 @@ def test_mapped_weights_are_pages_of_the_file(
     # Two processes map more or less of the libraries: once, 124 KiB.
     more = mapped.host_file_peak_bytes - read.host_file_peak_bytes
     assert more == pytest.approx(WEIGHTS, abs=512 * KIB)
-    assert above(mapped, mapped) < 0.4
-    assert (read.work.read_bytes, read.work.mapped_bytes) == (WEIGHTS, 0)
-    assert (mapped.work.read_bytes, mapped.work.mapped_bytes) == (0, mapped.disk_read_bytes)
-    assert read.work.archives == 1
+    assert above(mapped, mapped) < 0.4  # of a copy
+    assert mapped.work.mapped_bytes == mapped.disk_read_bytes
 
 
 @pytest.mark.parametrize(("name", "windows"), [("mmap_assign", 4), ("load_assign", 0)])
@@ -239,80 +247,15 @@ def test_a_floor_has_room_for_page_tables_and_for_what_is_read_ahead(
     assert one.floor_bytes == most + most // 512 + 16 * MIB + one.in_flight_bytes
 
 
-def test_cuda_sums_are_the_allocators(followed: Followed) -> None:
-    baseline, mapped = followed["baseline cuda"], followed["mmap_assign cuda"]
-    assert baseline.cuda_requested_bytes == 2 * WEIGHTS
-    assert baseline.cuda_allocated_bytes == 2 * WEIGHTS
-    assert baseline.cuda_reserved_bytes == 2 * WEIGHT_BYTES + 2 * MIB
-    assert mapped.cuda_requested_bytes == WEIGHTS
-    assert mapped.reasons == (
-        "keeps one copy of the weights on the GPU",
-        "maps one copy of the weights, which the kernel may drop and read again",
-    )
-    assert [phase.name for phase in mapped.phases] == ["build", "map", "assign", "buffers", "touch"]
-    assert followed["safetensors_copy cuda"].cannot == ""
-
-
 def test_a_model_on_the_gpu_stays_there_if_it_is_moved_again(followed: Followed) -> None:
     one = followed["moves"]
-    assert one.cannot == ""
     for move, phase in zip(MOVES, one.phases, strict=False):
         assert phase.cuda_requested_bytes == WEIGHTS, move
         again = (phase.host_anon_peak_bytes or 0) - (one.baseline_anon_bytes or 0)
         assert again < WEIGHT_BYTES / 2, move
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("offload", "weighin cannot predict the memory of weights that are written to a folder and read back"),
-        ("pt_legacy", "ConfigError: weighin reads the format pt_legacy, but does not write it: name another"),
-        ("no such model", "ConfigError: builder 'torch.nn:Nothing': module 'torch.nn' has no"),
-        ("looks at values", "CannotFollow: the code reads values of tensors, which a prediction does not have"),
-        ("forward, without inputs", "CannotFollow: the model's module has no example_inputs for a forward pass"),
-        ("checks forward", "CannotFollow: aten.is_nonzero"),
-        *((f"starts: {how}", "CannotFollow: the strategy starts a process, whose memory a prediction cannot compute")
-          for how in STARTS),
-    ],
-    ids=lambda text: text.partition(": ")[0] if text[0].isupper() else text,
-)  # fmt: skip
-def test_what_cannot_be_predicted_says_why(followed: Followed, name: str, why: str) -> None:
-    one = followed[name]
-    assert one.cannot.startswith(why)
-    assert one.host_anon_peak_bytes is None
-
-
 # -- uses
-
-
-@pytest.mark.parametrize("use", COPIES)
-def test_the_copies_in_a_use_of_a_mapped_and_a_copied_model_are_counted(
-    followed: Followed, use: str
-) -> None:
-    found = [followed[f"{name} {use}"] for name in ("mmap_assign", "load_assign")]
-    assert tuple(round(above(used(one), one)) for one in found) == COPIES[use]
-    assert [used(one).name for one in found] == [use, use]
-
-
-def test_a_tied_matrix_has_two_gradients_and_their_sum_at_once(followed: Followed) -> None:
-    """The backward pass reaches the embedding last, through the transposed heads of attention."""
-    one = followed["tied sgd"]
-    assert round(above(used(one), one)) == 4
-    assert one.is_mixed
-
-
-def test_a_training_that_cannot_be_followed_makes_its_own_gradients(followed: Followed) -> None:
-    one = followed["checks sgd"]
-    assert round(above(used(one), one)) == 2
-
-
-def test_a_model_on_the_gpu_is_used_there(followed: Followed) -> None:
-    moved, trained = followed["mmap_assign to-device"], followed["mmap_assign adamw cuda"]
-    assert (moved.cuda_requested_bytes, used(moved).cuda_requested_bytes) == (0, WEIGHTS)
-    assert moved.with_use("cuda_requested_bytes") == WEIGHTS
-    assert moved.reasons[0].startswith("maps one copy of the weights")
-    assert trained.cuda_requested_bytes == WEIGHTS
-    assert round((used(trained).cuda_requested_bytes or 0) / WEIGHT_BYTES, 1) == 6.0
 
 
 def test_a_floor_holds_the_load_and_the_use(followed: Followed) -> None:
@@ -321,21 +264,11 @@ def test_a_floor_holds_the_load_and_the_use(followed: Followed) -> None:
     possible = most + most // 100 + 16 * MIB
     assert one.floor_bytes == possible + possible // 512 + 16 * MIB
     assert (one.host_anon_peak_bytes or 0) < most  # that of the load alone
-    assert [phase.name for phase in one.phases][-2:] == ["touch", "use: adamw"]
 
 
 def test_the_work_of_a_load_does_not_include_the_use(followed: Followed) -> None:
     load, trained = followed["load_assign"], followed["load_assign adamw"]
-    assert load.use is None
     assert load.work.written_bytes == trained.work.written_bytes
-    assert load.disk_read_bytes == trained.disk_read_bytes
-
-
-def test_a_forward_pass_is_predicted_if_asked_for(followed: Followed) -> None:
-    one = followed["forward"]
-    assert used(one).name == "forward"
-    assert one.host_anon_peak_bytes
-    assert abs((used(one).host_anon_peak_bytes or 0) - one.host_anon_peak_bytes) < 16 * MIB
 
 
 # -- other checkpoints and models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -53,102 +54,59 @@ ONE = Prediction(
 )  # fmt: skip
 WORK = Work(1, 2, 3, 4, 5, 6, 7, 8, 9)
 SMALL = replace(USE, host_anon_least_bytes=1, host_anon_most_bytes=2)
-UNKNOWN = {"host_anon_least_bytes": None, "host_anon_most_bytes": None}
-
-
-@pytest.mark.parametrize(
-    ("changes", "least", "above"),
-    [
-        ({}, 1000 - (420 - 380) - 7, 1000 - 420),
-        ({"floor_bytes": None}, None, 16 * MIB),
-        ({"use": USE}, 1000 - (690 - 540) - 7, 1000 - 690),
-        ({"use": SMALL}, 1000 - (420 - 380) - 7, 1000 - 420),
-        (UNKNOWN, 1000 - 7, 1000 - 400),
-        (UNKNOWN | {"host_anon_peak_bytes": None}, 1000 - 7, 16 * MIB),
-        (UNKNOWN | {"host_anon_peak_bytes": None, "use": USE}, 1000 - (690 - 540) - 7, 16 * MIB),
-    ],
+UNKNOWN: dict[str, Any] = {"host_anon_least_bytes": None, "host_anon_most_bytes": None}
+WHOLE = replace(ONE, use=USE, phases=(READ,), work=WORK, reasons=("maps one copy",))
+FLOORS: dict[str, Prediction] = {
+    "a load": ONE,
+    "no floor": replace(ONE, floor_bytes=None),
+    "a use that takes more": replace(ONE, use=USE),
+    "a use that takes less": replace(ONE, use=SMALL),
+    "the usual peak alone": replace(ONE, **UNKNOWN),
+    "no peak": replace(ONE, **UNKNOWN, host_anon_peak_bytes=None),
+    "no peak, and a use": replace(ONE, **UNKNOWN, host_anon_peak_bytes=None, use=USE),
+}
+OF_BOTH = (
+    "tensor_peak_bytes", "cuda_requested_bytes", "cuda_allocated_bytes", "cuda_reserved_bytes",
 )  # fmt: skip
-def test_a_floor_above_the_peak_and_without_what_other_processes_keep(
-    changes: dict[str, Any], least: int | None, above: int
-) -> None:
-    one = replace(ONE, **changes)
-    assert (one.floor_least_bytes, one.above_peak_bytes) == (least, above)
+TENSORS_MAPPED_CUDA: list[tuple[int, int, int | None]] = [
+    (1000, 0, None), (2000, 0, 0), (3000, 0, None), (4000, 0, None), (970, 0, None), (969, 0, None),
+    (1030, 0, None), (1031, 0, None), (500, 0, None), (499, 499, None), (0, 500, None), (499, 0, 2000),
+    (1000, 1000, 1000),
+]  # fmt: skip
+"""Bytes beside a model of 1000."""
+THREE = replace(CELL, ranks=3)
+OF_RANKS = {
+    "all figures of three ranks, which share mapped pages and nothing else": client.of_ranks(THREE, WHOLE),
+    "of what is not known": client.of_ranks(THREE, Prediction(CELL, model_bytes=5)),
+    "of what cannot be predicted": client.of_ranks(THREE, Prediction(CELL, cannot="why")),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("figure", "load", "both"),
-    [
-        ("tensor_peak_bytes", 200, 300), ("cuda_requested_bytes", 21, 21),
-        ("cuda_allocated_bytes", 1, 12), ("cuda_reserved_bytes", None, 13),
-    ],
-)  # fmt: skip
-def test_the_peak_is_the_higher_one_of_load_and_use(
-    figure: str, load: int | None, both: int
-) -> None:
-    assert (ONE.with_use(figure), replace(ONE, use=USE).with_use(figure)) == (load, both)
+def test_what_follows_from_the_figures(same: Compare) -> None:
+    lines = ["the floor without what other processes keep, and how far it is above the peak"]
+    lines += [
+        f"  {what}: {one.floor_least_bytes}, {one.above_peak_bytes}" for what, one in FLOORS.items()
+    ]
+    lines.append("the higher peak of load and use")
+    lines += [f"  {name}: {ONE.with_use(name)}, {WHOLE.with_use(name)}" for name in OF_BOTH]
+    lines.append("a peak in copies of a model of 1000 bytes")
+    for sizes in TENSORS_MAPPED_CUDA:
+        lines.append(f"  {sizes}: {'; '.join(reasons(1000, *sizes))}")
+    for what, one in OF_RANKS.items():
+        assert one.cell == THREE
+        lines += [what, json.dumps(asdict(one) | {"cell": ""}, indent=1)]
+    same("figures.txt", "\n".join(lines) + "\n")
+    assert client.of_ranks(CELL, ONE) == ONE
 
 
 def test_a_prediction_comes_back_from_its_json() -> None:
-    whole = replace(ONE, use=USE, phases=(READ,), reasons=("a", "b"), work=WORK)
-    for one in (whole, Prediction(CELL, cannot="odd")):
+    for one in (WHOLE, Prediction(CELL, cannot="odd")):
         fields = asdict(one)
         fields["reasons"] = list(fields["reasons"])
         assert from_json(CELL, fields | {"error": ["a", "b"]}) == one
     assert from_json(CELL, {"cannot": "killed"}) == Prediction(CELL, cannot="killed")
     assert from_json(CELL, {"work": {}}).work == Work(0, 0, 0, 0, 0, 0, 0, 0, 0)
     assert WORK.disk_read_bytes == 1 + 2 + 3
-
-
-MAPPED = "maps {}, which the kernel may drop and read again"
-COPY = "one copy of the weights"
-
-
-@pytest.mark.parametrize(
-    ("tensors", "mapped", "cuda", "words"),
-    [
-        (1000, 0, None, [f"keeps {COPY} in memory"]),
-        (2000, 0, 0, ["keeps two copies of the weights in memory"]),
-        (3000, 0, None, ["keeps three copies of the weights in memory"]),
-        (4000, 0, None, ["keeps 4 copies of the weights in memory"]),
-        (970, 0, None, [f"keeps {COPY} in memory"]),
-        (969, 0, None, ["keeps 969 B in memory"]),
-        (1030, 0, None, [f"keeps {COPY} in memory"]),
-        (1031, 0, None, [f"keeps {COPY} and 31 B in memory"]),
-        (500, 0, None, ["keeps 500 B in memory"]),
-        (499, 499, None, []),
-        (0, 500, None, [MAPPED.format("500 B")]),
-        (499, 0, 2000, ["keeps two copies of the weights on the GPU"]),
-        (1000, 1000, 1000, [f"keeps {COPY} on the GPU", f"keeps {COPY} in memory", MAPPED.format(COPY)]),
-    ],
-)  # fmt: skip
-def test_a_peak_is_explained_in_copies(
-    tensors: int, mapped: int, cuda: int | None, words: list[str]
-) -> None:
-    assert list(reasons(1000, tensors, mapped, cuda)) == words
-
-
-def test_ranks_share_mapped_pages_and_nothing_else() -> None:
-    three = replace(CELL, ranks=3)
-    one = replace(ONE, use=USE, phases=(READ,), work=WORK, reasons=("maps one copy",))
-    assert client.of_ranks(three, one) == replace(
-        one, cell=three, baseline_anon_bytes=30, host_anon_peak_bytes=1200,
-        host_anon_least_bytes=1140, host_anon_most_bytes=1260, tensor_peak_bytes=600,
-        floor_bytes=3 * (1000 - 7) + 7, work=Work(3, 6, 3, 12, 15, 18, 21, 24, 27),
-        phases=(replace(READ, host_anon_peak_bytes=90),),
-        use=replace(
-            USE, host_anon_least_bytes=1620, host_anon_most_bytes=2070, tensor_peak_bytes=900,
-            host_anon_peak_bytes=1770,
-        ),
-        reasons=("maps one copy", "in each of 3 ranks"),
-    )  # fmt: skip
-    bare = Prediction(CELL, model_bytes=5)
-    assert client.of_ranks(three, bare) == replace(
-        bare, cell=three, reasons=("in each of 3 ranks",)
-    )
-    failed = Prediction(CELL, cannot="why")
-    assert client.of_ranks(three, failed) == replace(failed, cell=three)
-    assert client.of_ranks(CELL, ONE) is not ONE
-    assert client.of_ranks(CELL, ONE) == ONE
 
 
 # -- tables
