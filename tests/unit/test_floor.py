@@ -13,6 +13,7 @@ from fakes import PlayedIsolation
 from hypothesis import given
 from hypothesis import strategies as st
 from ran_commands import make_command, settings_of
+from snapshots import Compare
 
 from weighin.cell import Cell
 from weighin.cli.measure import share
@@ -20,8 +21,7 @@ from weighin.isolation import cgroup
 from weighin.plan import start as plans
 from weighin.plan.task import Planned, Progress, Run
 from weighin.records import run_folder
-from weighin.records.floor import KILLED, Aim, floors, next_cell
-from weighin.records.verdict import Verdict
+from weighin.records.floor import Aim, floors, next_cell
 from weighin.result import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Ran, Result, Stopped
 from weighin.run import runner
 from weighin.run.runner import said
@@ -59,7 +59,7 @@ def lived(
     )
 
 
-def searched(first: Result, following: Callable[[Cell], Result], aim: Aim = Aim.SURVIVES, within: float = 0.01, highest: int = 64 * GIB) -> list[Result]:  # fmt: skip
+def searched(first: Result, following: Callable[[Cell], Result], aim: Aim = Aim.SURVIVES, *, within: float = 0.01, highest: int = 64 * GIB) -> list[Result]:  # fmt: skip
     """Search as the verb does; every step is asked for with all results so far."""
     results = [first]
     while cell := next_cell(first.cell, results, within, highest, aim):
@@ -85,29 +85,6 @@ def limits(results: list[Result]) -> list[int]:
     return [(one.cell.ram_limit_bytes or 0) // MIB for one in results]
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "tried", "floor_mib", "message"),
-    [
-        (above(1005 * MIB), [0, 1008, 1000, 1008, 1008, 1109], 1008, ""),
-        (above(1010 * MIB), [0, 1008, 1016, 1016, 1016, 1118], 1016, ""),
-        (above(1100 * MIB), [0, 1008, 1016, 1024, 1040, 1072, 1136, 1104], 1104, ""),
-        (above(900 * MIB), [0, 1008, 1000, 992, 976, 944, 880, 912], 904, ""),
-        (unsteady, [0, 1008, 1000, 1008, 1016, 1016, 1016, 1118], 1016, ""),
-        (above(65 * GIB), [0, 1008, 1016], None, "fails even under 64.000 GiB"),
-        *((above(1005 * MIB, outcome), [0, 1008, 1000], None, f"{outcome} under 1000MiB: 1 tensor differs")
-          for outcome in (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.CUDA_OOM)),
-    ],
-    ids=["expected", "a step above", "far above", "far below", "works once", "fails everywhere", "wrong weights", "fails", "full GPU"],
-)  # fmt: skip
-def test_which_limits_are_tried_and_what_is_found(
-    outcomes: Outcomes, tried: list[int], floor_mib: int | None, message: str
-) -> None:
-    results = search(outcomes)
-    assert limits(results)[: len(tried)] == tried
-    (floor,) = floors(results)
-    assert (floor.bytes, floor.message) == (floor_mib and floor_mib * MIB, message)
-
-
 @given(
     need=st.integers(1, 30_000 * MIB),
     expected=st.integers(MIB, 30_000 * MIB),
@@ -125,13 +102,6 @@ def test_every_floor_is_found_to_within_what_was_asked(
     assert floor.bytes - floor.step_bytes < need <= floor.bytes
     assert floor.step_bytes <= max(8 * MIB, within * floor.bytes)
     assert (floor.passed, floor.failed) == (3, 1)
-
-
-def test_what_fails_without_a_limit_is_not_searched() -> None:
-    wrong = lived(None, Outcome.WRONG_WEIGHTS, message="1 tensor differs")
-    assert next_cell(CELL, [wrong], 0.01, GIB) is None
-    (floor,) = floors([wrong])
-    assert floor.message == "wrong_weights without a limit: 1 tensor differs"
 
 
 def test_an_interrupted_search_goes_on_where_it_was() -> None:
@@ -182,17 +152,6 @@ def search_mapped(aim: Aim) -> list[Result]:
     return searched(mapped(None), following, aim, highest=4 * GIB)
 
 
-def test_a_search_goes_on_to_the_limit_that_a_mapped_load_survives() -> None:
-    results = search_mapped(Aim.SURVIVES)
-    assert limits(results) == [0, 280, 288, 288, 288, 317]
-    (floor,) = floors(results)
-    assert (floor.bytes, floor.aim) == (288 * MIB, Aim.SURVIVES)
-    assert (floor.below, floor.passed, floor.step_bytes) == ("thrashes", 3, 8 * MIB)
-    assert floor.at_floor and floor.at_floor.judgement
-    assert floor.at_floor.judgement.verdict is Verdict.SURVIVES
-    assert floor.times(floor.at_floor) == pytest.approx(3.64 / 2.45)
-
-
 def test_a_search_begins_where_the_pages_in_reading_fit_beside_a_mapped_model() -> None:
     unlimited = mapped(None, read_ahead_bytes=128 * 1024)
     first = next_cell(unlimited.cell, [unlimited], 0.01, 4 * GIB)
@@ -200,15 +159,6 @@ def test_a_search_begins_where_the_pages_in_reading_fit_beside_a_mapped_model() 
     copied = replace(unlimited, peaks=replace(unlimited.peaks, anon_sampled_bytes=1000 * MIB))
     first = next_cell(copied.cell, [copied], 0.01, 4 * GIB)
     assert first and first.ram_limit_bytes == 1008 * MIB
-
-
-def test_the_limit_under_which_a_mapped_load_ends_is_found_if_it_is_asked_for() -> None:
-    results = search_mapped(Aim.ENDS)
-    assert Outcome.THRASHING not in {one.outcome for one in results}
-    (floor,) = floors(results)
-    assert (floor.bytes, floor.aim, floor.below) == (248 * MIB, Aim.ENDS, KILLED)
-    assert floor.at_floor and floor.at_floor.judgement
-    assert floor.at_floor.judgement.verdict is Verdict.THRASHES
 
 
 # -- commands
@@ -238,13 +188,42 @@ def test_the_floor_of_a_command_is_searched_near_what_it_needed(need: int, misse
     assert need <= floor.bytes <= need + max(2 * MIB, need // 50)
 
 
-@pytest.mark.parametrize(("isolation", "least"), [("cgroup", MIB), ("docker", 6 * MIB)])
-def test_a_command_that_needs_next_to_nothing_works_under_the_least_limit(
-    isolation: str, least: int
-) -> None:
-    results = search_command(300_000, 300_000, isolation)
-    assert results[-1].cell.ram_limit_bytes == least
-    assert floors(results)[0].message == f"works even under {least // MIB}.000 MiB"
+SEARCHES: dict[str, list[Result]] = {
+    "as expected": search(above(1005 * MIB)),
+    "a step above what is expected": search(above(1010 * MIB)),
+    "far above": search(above(1100 * MIB)),
+    "far below": search(above(900 * MIB)),
+    "a limit under which it works once": search(unsteady),
+    "it fails under all that there is": search(above(65 * GIB)),
+    **{f"it ends with {outcome} under a limit": search(above(1005 * MIB, outcome))
+       for outcome in (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.CUDA_OOM)},
+    "it fails without a limit": searched(lived(None, Outcome.WRONG_WEIGHTS, message="1 tensor differs"), lambda _: lived(0, Outcome.OK)),
+    "a mapped load goes on to the limit that it survives": search_mapped(Aim.SURVIVES),
+    "a mapped load, to the limit under which it ends": search_mapped(Aim.ENDS),
+    "a command needs next to nothing": search_command(300_000, 300_000),
+    "in a container": search_command(300_000, 300_000, "docker"),
+}  # fmt: skip
+
+
+def test_which_limits_are_tried_and_what_is_found(same: Compare) -> None:
+    texts = []
+    for what, results in SEARCHES.items():
+        (floor,) = floors(results)
+        tried = [f"{limit or 'no limit'}" for limit in limits(results)]
+        lines = [f"MiB tried: {', '.join(tried)}", floor.message]
+        if floor.bytes and floor.step_bytes:
+            lines = [
+                lines[0],
+                f"{floor.aim} under {floor.bytes // MIB} MiB, {floor.below} {floor.step_bytes // MIB} MiB below",
+                f"passed {floor.passed}, failed {floor.failed}",
+            ]
+        if typical := floor.at_floor:
+            verdict = typical.judgement and typical.judgement.verdict
+            lines.append(
+                f"{verdict} in {floor.times(typical) or 0:.2f} of the time without a limit"
+            )
+        texts.append("\n  ".join([what, *lines]))
+    same("floor_searches.txt", "\n".join(texts) + "\n")
 
 
 # -- the verb
@@ -283,22 +262,22 @@ def test_floors_are_found_one_after_the_other_and_each_step_is_told(
 
 
 FIRST = lived(None, Outcome.OK)
+WORDS: dict[str, list[Result]] = {
+    "not known yet": [FIRST],
+    "above 1.000 GiB": [FIRST, lived(GIB, Outcome.OOM_KILLED)],
+    "at most 1.000 GiB": [FIRST, lived(GIB, Outcome.OK)],
+    "above 1008.000 MiB, at most 1016.000 MiB": search(above(1010 * MIB))[:4],
+}
 
 
-@pytest.mark.parametrize(
-    ("results", "words"),
-    [
-        ([], "floor of streaming: not known yet"),
-        ([FIRST], "floor of streaming: not known yet"),
-        ([FIRST, lived(GIB, Outcome.OOM_KILLED)], "floor of streaming: above 1.000 GiB"),
-        ([FIRST, lived(GIB, Outcome.OK)], "floor of streaming: at most 1.000 GiB"),
-        (search(above(1010 * MIB))[:4], "floor of streaming: above 1008.000 MiB, at most 1016.000 MiB"),
-        ([lived(None, Outcome.WRONG_WEIGHTS, message="odd")], "no floor for streaming: wrong_weights without a limit: odd"),
-    ],
-    ids=["nothing", "first", "killed", "ok", "both", "wrong"],
-)  # fmt: skip
-def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> None:
-    assert said(Planned(CELL), results, Aim.SURVIVES) == words
+def test_the_bounds_of_a_floor_in_words() -> None:
+    for words, results in WORDS.items():
+        assert said(Planned(CELL), results, Aim.SURVIVES) == f"floor of streaming: {words}"
+    assert said(Planned(CELL), [], Aim.SURVIVES) == "floor of streaming: not known yet"
+    wrong = lived(None, Outcome.WRONG_WEIGHTS, message="odd")
+    assert said(Planned(CELL), [wrong], Aim.SURVIVES) == (
+        "no floor for streaming: wrong_weights without a limit: odd"
+    )
 
 
 def test_a_step_must_be_a_share_of_the_floor() -> None:
@@ -310,17 +289,9 @@ def test_a_step_must_be_a_share_of_the_floor() -> None:
         )
 
 
-def test_only_a_search_is_resumed_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_is_resumed_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is in contract's tables of wrong inputs."""
     monkeypatch.chdir(tmp_path)
     cell = make_command()
-    for name, within in (("search", 0.01), ("run", None)):
-        run_folder.write_plan(Path(name), [cell], settings_of(cell, within=within).as_json())
-    resumed = plans.resume(Path("search"), trusted=True, search=True)
-    assert resumed.settings.within == 0.01
-    assert refused(plans.resume, Path("run"), trusted=True, search=True) == (
-        "run contains a run that is no search for floors\nto resume it: weighin run --resume run"
-    )
-    assert refused(plans.resume, Path("search"), trusted=True) == (
-        "search contains a search for floors (weighin floor)\nto resume it: weighin floor"
-        " --resume search"
-    )
+    run_folder.write_plan(Path("search"), [cell], settings_of(cell, within=0.01).as_json())
+    assert plans.resume(Path("search"), trusted=True, search=True).settings.within == 0.01

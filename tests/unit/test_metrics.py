@@ -36,25 +36,13 @@ def test_each_metric_with_its_unit_what_it_may_grow_by_and_the_figure_of_phases(
     assert [tolerance.allowance(was) for was in (499, 500, 510)] == [50, 50, 51]
 
 
-@pytest.mark.parametrize(
-    ("written", "text"),
-    [
-        (PEAK.text(GIB), "1.000 GiB"),
-        (PEAK.text(GIB - 1), "1024.0 MiB"),
-        (PEAK.text(-2 * GIB), "-2.000 GiB"),
-        (PEAK.text(5 * MIB), "5.0 MiB"),
-        (PEAK.change(1600 * MIB, 1600 * MIB), "±0"),
-        (PEAK.change(1600 * MIB, 1680 * MIB), "+80.0 MiB (+5.0 %)"),
-        (PEAK.change(1600 * MIB, 1599 * MIB), "-1.0 MiB (-0.1 %)"),
-        (PEAK.change(0, 5 * MIB), "+5.0 MiB"),
-        (LOAD.change(2 * SECOND, 3 * SECOND), "+1.00 s (+50.0 %)"),
-        (LOAD.change(SECOND, SECOND + 1)[0], "+"),
-        (LOAD.change(SECOND, SECOND - 1)[0], "-"),
-    ],
-    ids=range(11),
-)
-def test_a_size_is_rounded_and_a_change_has_its_sign_and_its_share(written: str, text: str) -> None:
-    assert written == text
+def test_a_size_is_rounded_and_a_change_has_its_sign_and_its_share() -> None:
+    sizes = {GIB: "1.000 GiB", GIB - 1: "1024.0 MiB", -2 * GIB: "-2.000 GiB", 5 * MIB: "5.0 MiB"}
+    assert {size: PEAK.text(size) for size in sizes} == sizes
+    changes = {(1600, 1600): "±0", (1600, 1680): "+80.0 MiB (+5.0 %)", (1600, 1599): "-1.0 MiB (-0.1 %)", (0, 5): "+5.0 MiB"}  # fmt: skip
+    assert {(was, now): PEAK.change(was * MIB, now * MIB) for was, now in changes} == changes
+    assert LOAD.change(2 * SECOND, 3 * SECOND) == "+1.00 s (+50.0 %)"
+    assert [LOAD.change(SECOND, SECOND + step)[0] for step in (1, -1)] == ["+", "-"]
 
 
 def test_a_metric_has_a_short_name_too() -> None:
@@ -123,23 +111,19 @@ def had(*names: str, **cell: Any) -> Result:
 
 LOADS = ("import", "prepare", "read", UNNAMED, "read", "touch", "forward")
 NAMED = ["read", f"{UNNAMED} after read", "read 2", "touch"]
-READS = (UNNAMED, UNNAMED, "read", "read", "read")
 
 
-@pytest.mark.parametrize(
-    ("result", "names"),
-    [
+def test_the_phases_of_a_load_have_one_name_each() -> None:
+    imports = ["import transformers", "import diffusers", "import timm"]
+    first, named = UNNAMED, [UNNAMED, f"{UNNAMED} after {UNNAMED}", "read", "read 2", "read 3"]
+    for result, names in (
         (had(*LOADS), NAMED),
         (had(*LOADS, use="fork"), [*NAMED, "forward"]),
         (had("read", "touch", "forward"), ["read", "touch"]),
         (had("read", "sync", "forward", operation="save"), ["read", "sync"]),
-        *((had("import", "prepare", f"import {library}", *READS), [UNNAMED, f"{UNNAMED} after {UNNAMED}", "read", "read 2", "read 3"])
-          for library in ("transformers", "diffusers", "timm")),
-    ],
-    ids=["a load", "with a use", "a short load", "a save", "transformers", "diffusers", "timm"],
-)  # fmt: skip
-def test_the_phases_of_a_load_have_one_name_each(result: Result, names: list[str]) -> None:
-    assert [name for name, _ in phases_of_load(result)] == names
+        *((had("import", "prepare", one, first, first, "read", "read", "read"), named) for one in imports),
+    ):  # fmt: skip
+        assert [name for name, _ in phases_of_load(result)] == names
 
 
 def test_memory_when_ready_is_that_after_the_last_phase() -> None:

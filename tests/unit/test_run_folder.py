@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import resource
 import shutil
 from collections import Counter, defaultdict
@@ -19,6 +20,7 @@ from factories import make_cell, make_result, mixed_run, refused, run_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ran_commands import make_command
+from snapshots import Compare
 
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import RecordError
@@ -39,17 +41,6 @@ AGAIN = make_result(replace(make_result().cell, repeat=1))
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return run_of(tmp_path / "run", *mixed_run()[:3])
-
-
-def edit(run: Path, number: int, change: Callable[[str], str]) -> None:
-    """Change a line of the records by hand, as a user with an editor would."""
-    lines = (run / RECORDS).read_text().splitlines()
-    lines[number - 1] = change(lines[number - 1])
-    (run / RECORDS).write_text("\n".join(lines) + "\n")
-
-
-def wrong_outcome(line: str) -> str:
-    return json.dumps(json.loads(line) | {"outcome": "okay"})
 
 
 # Written and read back ----------------------------------------------------------------------------
@@ -119,21 +110,21 @@ def test_records_of_schema_1_are_still_read(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("option", "stored"),
-    [
-        (defaultdict(list, a=[1]), {"a": [1]}),
-        (Counter("a"), {"a": 1}),
-        (math, str(math)),
-        (LOCK := Lock(), str(LOCK)),
-        (Cell, str(Cell)),  # a class, not an object of it
-    ],
-    ids=["a defaultdict", "a counter", "a module", "a lock", "a class"],
-)
-def test_an_option_of_any_kind_is_stored(tmp_path: Path, option: object, stored: object) -> None:
-    run_of(tmp_path, make_result(make_cell(options={"any": option})))
+LOCK = Lock()
+OPTIONS: dict[str, tuple[object, object]] = {
+    "a defaultdict": (defaultdict(list, a=[1]), {"a": [1]}),
+    "a counter": (Counter("a"), {"a": 1}),
+    "a module": (math, str(math)),
+    "a lock": (LOCK, str(LOCK)),
+    "a class, not an object of it": (Cell, str(Cell)),
+}
+
+
+def test_an_option_of_any_kind_is_stored(tmp_path: Path) -> None:
+    options = {name: option for name, (option, _) in OPTIONS.items()}
+    run_of(tmp_path, make_result(make_cell(options=options)))
     (result,) = run_folder.read(tmp_path).results
-    assert result.cell.options["any"] == stored
+    assert result.cell.options == {name: stored for name, (_, stored) in OPTIONS.items()}
 
 
 def test_bytes_that_are_no_utf8_do_not_lose_the_record(tmp_path: Path) -> None:
@@ -198,14 +189,10 @@ def test_a_record_that_finds_no_room_leaves_no_half_of_it(run: Path) -> None:
 def test_a_record_that_cannot_be_synced_is_taken_back(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = Mock(side_effect=OSError(28, "No space left on device"))
     before = (run / RECORDS).read_bytes()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        assert refused(run_folder.append, run, AGAIN)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    assert refused(run_folder.append, run, AGAIN, kind=RecordError)
     assert (run / RECORDS).read_bytes() == before
-    run_folder.append(run, AGAIN)
-    assert run_folder.read(run).results == (*mixed_run()[:3], AGAIN)
 
 
 def test_samples_that_find_no_room_are_told_and_leave_nothing(tmp_path: Path) -> None:
@@ -220,84 +207,77 @@ def test_samples_that_find_no_room_are_told_and_leave_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("cell", "said"),
+    ("changes", "said"),
     [
-        (make_cell(options={"rate": float("nan")}), "cannot be written as JSON"),
-        (make_cell(ram_limit_bytes=2**63), "ram_limit_bytes"),  # it could not be read back
+        ({"options": {"rate": float("nan")}}, "cannot be written as JSON"),
+        ({"ram_limit_bytes": 2**63}, "ram_limit_bytes"),  # it could not be read back
     ],
-    ids=["not a number", "too large"],
 )
 def test_a_figure_that_no_reader_takes_is_not_written(
-    tmp_path: Path, cell: Cell, said: str
+    tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
-    assert said in refused(run_folder.append, tmp_path, make_result(cell))
+    assert said in refused(run_folder.append, tmp_path, make_result(make_cell(**changes)))
     assert not (tmp_path / RECORDS).exists()
 
 
 # What is read of a damaged run --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [1, 40, -2])
-def test_a_torn_last_line_is_a_warning_and_is_cut_by_the_next_append(run: Path, kept: int) -> None:
-    path = run / RECORDS
-    *whole, last = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(whole) + last[:kept])
-    records = run_folder.read(run)
-    assert records.results == tuple(mixed_run()[:2])
-    (warning,) = records.warnings
-    assert warning.startswith(f"{path}, line 3 is incomplete, because the run was killed")
-    assert warning.endswith(f"weighin bench --resume {run} repeats it")
-    run_folder.append(run, AGAIN)
-    assert run_folder.read(run) == run_folder.Records((*mixed_run()[:2], AGAIN))
+def changed(line: str, **fields: object) -> str:
+    return json.dumps(json.loads(line) | fields) + "\n"
 
 
-def test_a_whole_last_line_without_newline_and_unknown_keys_are_read(run: Path) -> None:
-    edit(run, 1, lambda line: json.dumps(json.loads(line) | {"added_later": {"any": "thing"}}))
-    (run / RECORDS).write_bytes((run / RECORDS).read_bytes().rstrip())
-    assert run_folder.read(run) == run_folder.Records(tuple(mixed_run()[:3]))
-    run_folder.append(run, AGAIN)
-    assert run_folder.read(run).results == (*mixed_run()[:3], AGAIN)
+DAMAGE: dict[str, Callable[[str, str, str], str]] = {
+    "one byte of the last line": lambda one, two, last: one + two + last[:1],
+    "40 bytes of the last line": lambda one, two, last: one + two + last[:40],
+    "all but two bytes of the last line": lambda one, two, last: one + two + last[:-2],
+    "a whole last line without its end": lambda one, two, last: one + two + last[:-1],
+    "a key of a later version": lambda one, two, last: one + changed(two, added={"any": "thing"}) + last,
+    "half a line in the middle": lambda one, two, last: f"{one}{two[:30]}\n{last}",
+    "an unknown outcome": lambda one, two, last: one + changed(two, outcome="okay") + last,
+    "twelve lines": lambda one, two, last: one + changed(two, outcome="okay") + last + 11 * '{"schema": 99}\n',
+}  # fmt: skip
+"""What is left of three lines."""
 
 
-def test_a_bad_line_in_the_middle_is_named_with_its_repair(run: Path) -> None:
-    edit(run, 2, lambda line: line[:30])
-    message, repair = refused(run_folder.read, run).split("\n")
-    path = run / RECORDS
-    assert message.startswith(f"{path}, line 2: not JSON: ")
-    assert repair == (
-        f"delete the line and repeat its measurement: sed -i 2d {path} && weighin bench --resume {run}"
-    )
-    (run / PLAN).write_text("[]")  # its repair comes after that of a line
-    assert "line 2: " in refused(run_folder.read, run)
+def test_what_is_read_of_a_damaged_run(run: Path, same: Compare) -> None:
+    records = (*mixed_run()[:3], AGAIN)
+    lines, texts = (run / RECORDS).read_text().splitlines(keepends=True), []
+
+    def read(**options: bool) -> list[str]:
+        found = run_folder.read(run, **options)
+        numbers = [records.index(one) + 1 for one in found.results]
+        return [f"results {numbers}", *found.warnings]
+
+    for name, damage in DAMAGE.items():
+        (run / RECORDS).write_text(damage(*lines))
+        try:
+            said = read()
+            run_folder.append(run, AGAIN)
+            said += ["after an append:", *read()]
+        except RecordError as error:
+            said = [*str(error).splitlines(), "past the damage:", *read(past_damage=True)]
+        texts.append("\n  ".join([f"{name}:", *said]).replace(str(run), "RUN"))
+    same("damaged_runs.txt", "\n".join(texts) + "\n")
 
 
-def test_what_is_whole_is_read_beside_the_damage(run: Path) -> None:
-    edit(run, 2, wrong_outcome)
-    records = run_folder.read(run, past_damage=True)
-    assert records.results == (mixed_run()[0], mixed_run()[2])
-    assert isinstance(records.damage, RecordError)
-    assert records.warnings == (f"{records.damage.message}: this line is left out",)
-    with (run / RECORDS).open("a") as file:
-        file.writelines('{"schema": 99}\n' for _ in range(11))
-    records = run_folder.read(run, past_damage=True)
-    assert len(records.results) == 2
-    assert records.damage
-    assert records.warnings == (f"{records.damage.message}: this line is left out, and 11 more",)
+def test_a_line_is_repaired_before_the_plan(run: Path) -> None:
+    (run / PLAN).write_text("[]")
+    assert PLAN in refused(run_folder.read, run)
+    (run / RECORDS).write_text("{}\n")
+    assert f"{RECORDS}, line 1: " in refused(run_folder.read, run)
 
 
 @pytest.mark.parametrize(
     ("code", "why", "repair"),
-    [
-        (13, "Permission denied", "change its permissions"),
-        (21, "Is a directory", "put the file itself there"),
-    ],
-)
+    [(13, "Permission denied", "change its permissions"), (21, "Is a directory", "put the file itself there")],
+)  # fmt: skip
 def test_an_unreadable_file_has_a_repair(
     run: Path, monkeypatch: pytest.MonkeyPatch, code: int, why: str, repair: str
 ) -> None:
     monkeypatch.setattr(run_folder, "read_bytes", Mock(side_effect=OSError(code, why)))
     path = run / RECORDS
-    assert refused(run_folder.read, run) == (
+    assert refused(run_folder.read, run, kind=RecordError) == (
         f"cannot read {path}: {why}\n{repair}; to see what it is: ls -ld {path}"
     )
 
@@ -320,38 +300,36 @@ def test_only_a_folder_in_which_nothing_was_measured_is_discarded(
 # Values that no measurement can have ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("record", "complaint"),
-    [
-        ({}, ""),
-        ({"rss_bytes": 0, "load_ns": 2**63 - 1, "minor_faults": 5}, ""),
-        ({"rss_bytes": None, "major_faults": "text"}, ""),
-        ({"repeat": -1, "code": 2**64}, ""),  # no amounts
-        ({"options": {"gap_ns": -1}, "kwargs": {"a_bytes": -1}, "environment": {"b_ns": -1}}, ""),
-        ({"phases": [{"start_ns": 5, "end_ns": 5}], "load_ns": 3, "ready_ns": 3}, ""),
-        ({"start_ns": 5, "end_ns": None, "load_ns": None, "ready_ns": 1}, ""),
-        ({"ranks": [1, None, "x", [{"rss_bytes": 1}]]}, ""),
-        ({"rss_bytes": -1}, "rss_bytes: impossible value -1"),
-        ({"load_ns": 2**63}, f"load_ns: impossible value {2**63}"),
-        ({"minor_faults": -5}, "minor_faults: impossible value -5"),
-        ({"a": {"b": {"c_ns": -2}}}, "a.b.c_ns: impossible value -2"),
-        ({"ranks": [{"rss_bytes": 1}, {"rss_bytes": -1}]}, "ranks.1.rss_bytes: impossible value -1"),
-        ({"phases": [{"start_ns": 5, "end_ns": 4}]}, "phases.0.end_ns: earlier than start_ns"),
-        ({"load_ns": 4, "ready_ns": 3}, "ready_ns: less than load_ns"),
-        ({"options": {"a_ns": -1}, "b_ns": -1}, "b_ns: impossible value -1"),
-        ({"storage": {"settings": {"a_ns": -1}}}, "storage.settings.a_ns: impossible value -1"),
-        ({"first": {"a_ns": 1}, "then": {"a_ns": -1}}, "then.a_ns: impossible value -1"),
-    ],
-)  # fmt: skip
-def test_an_impossible_value_is_named_with_its_place(
-    record: dict[str, Any], complaint: str
-) -> None:
-    if complaint:
-        with pytest.raises(ValueError) as caught:
-            checked(record)
-        assert complaint in str(caught.value)
-    else:
+POSSIBLE: list[dict[str, Any]] = [
+    {},
+    {"rss_bytes": 0, "load_ns": 2**63 - 1, "minor_faults": 5},
+    {"rss_bytes": None, "major_faults": "text"},
+    {"repeat": -1, "code": 2**64},  # no amounts
+    {"options": {"gap_ns": -1}, "kwargs": {"a_bytes": -1}, "environment": {"b_ns": -1}},
+    {"phases": [{"start_ns": 5, "end_ns": 5}], "load_ns": 3, "ready_ns": 3},
+    {"start_ns": 5, "end_ns": None, "load_ns": None, "ready_ns": 1},
+    {"ranks": [1, None, "x", [{"rss_bytes": 1}]]},
+]
+IMPOSSIBLE: dict[str, dict[str, Any]] = {
+    "rss_bytes: impossible value -1": {"rss_bytes": -1},
+    f"load_ns: impossible value {2**63}": {"load_ns": 2**63},
+    "minor_faults: impossible value -5": {"minor_faults": -5},
+    "a.b.c_ns: impossible value -2": {"a": {"b": {"c_ns": -2}}},
+    "ranks.1.rss_bytes: impossible value -1": {"ranks": [{"rss_bytes": 1}, {"rss_bytes": -1}]},
+    "phases.0.end_ns: earlier than start_ns": {"phases": [{"start_ns": 5, "end_ns": 4}]},
+    "ready_ns: less than load_ns": {"load_ns": 4, "ready_ns": 3},
+    "b_ns: impossible value -1": {"options": {"a_ns": -1}, "b_ns": -1},
+    "storage.settings.a_ns: impossible value -1": {"storage": {"settings": {"a_ns": -1}}},
+    "then.a_ns: impossible value -1": {"first": {"a_ns": 1}, "then": {"a_ns": -1}},
+}
+
+
+def test_an_impossible_value_is_named_with_its_place() -> None:
+    for record in POSSIBLE:
         checked(record)
+    for complaint, record in IMPOSSIBLE.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(complaint)}"):
+            checked(record)
 
 
 def test_texts_keep_their_lines_and_lose_their_control_characters() -> None:

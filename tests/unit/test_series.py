@@ -15,16 +15,18 @@ from factories import (
     make_skipped,
     write_samples,
 )
+from snapshots import Compare
 from sweeps import swept
 
 from weighin.cell import ModelSpec
 from weighin.records import metrics
 from weighin.records.floor import floors, next_cell
-from weighin.records.metrics import COLUMNS, charge, largest, latest, middle, outcome_of
+from weighin.records.metrics import COLUMNS, largest, latest, middle, outcome_of
 from weighin.records.run_folder import Records, read_samples
 from weighin.records.series import (
     Figure,
     Measured,
+    RankSeries,
     Row,
     Series,
     labels_among,
@@ -35,7 +37,8 @@ from weighin.records.series import (
 )
 from weighin.records.verdict import used_ns
 from weighin.result import Cost, Faults, Memory, Outcome, Peaks, Phase, Rank, Result, Use
-from weighin.show.findings import floor_label, slow_disks, survival, unreclaimable, uses
+from weighin.show.findings import findings, floor_label, unreclaimable
+from weighin.show.table import markdown
 from weighin.suite import registry
 from weighin.units import GIB, MIB
 
@@ -45,63 +48,57 @@ SECOND = 1_000_000_000
 # Names --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spec", "title"),
-    [
-        (registry.model("gpt2-xl"), "gpt2-xl"),
-        (registry.model("mynets:build"), "mynets:build"),
-        (registry.model("mynets:build", {"width": 64}), "mynets:build(width=64)"),
-        (registry.model("my.nets:build", {"b": [1, 2], "a": "x y"}), 'my.nets:build(a="x y",b=[1,2])'),
-        (registry.model("m:Net.small", {"deep": True}), "m:Net.small(deep=true)"),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)  # fmt: skip
-def test_a_model_is_called_by_its_name_or_by_its_builder_with_its_arguments(
-    spec: ModelSpec, title: str
-) -> None:
-    assert spec.title == title
-    assert name_of(make_cell(model=spec)).startswith(f"{title.replace(' ', '_')} mmap_assign pt ")
+TITLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-xl": ("gpt2-xl", {}),
+    "mynets:build": ("mynets:build", {}),
+    "mynets:build(width=64)": ("mynets:build", {"width": 64}),
+    'my.nets:build(a="x y",b=[1,2])': ("my.nets:build", {"b": [1, 2], "a": "x y"}),
+    "m:Net.small(deep=true)": ("m:Net.small", {"deep": True}),
+}
+
+
+def test_a_model_is_called_by_its_name_or_by_its_builder_with_its_arguments() -> None:
+    specs = [registry.model(name, kwargs) for name, kwargs in TITLES.values()]
+    assert [one.title for one in specs] == [*TITLES]
+    firsts = [name_of(make_cell(model=one)).partition(" mmap_assign pt ")[0] for one in specs]
+    assert firsts == [title.replace(" ", "_") for title in TITLES]
 
 
 def test_long_arguments_are_cut_and_still_told_apart() -> None:
     kwargs: list[dict[str, object]] = [{"layers": [*range(100), last]} for last in (1, 2, 1)]
-    titles = [registry.model("mynets:build", each).title for each in kwargs]
-    assert titles[0] == titles[2] != titles[1]
-    assert titles[0].startswith("mynets:build(layers=[0,1,2,")
-    assert len(titles[0]) < 80
+    first, other, same = (registry.model("mynets:build", each).title for each in kwargs)
+    assert first == same != other
+    assert first.startswith("mynets:build(layers=[0,1,2,") and len(first) < 80
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"ram_limit_bytes": None}, "cold docker ram=none"),
-        ({"cache": "warm", "isolation": "cgroup"}, "warm cgroup ram=8GiB"),
-        ({"vram_limit_bytes": 2**30}, "cold docker ram=8GiB vram=1GiB"),
-        ({"ram_high_bytes": 2**30}, "cold docker ram=8GiB ram_high=1GiB"),
-        ({"operation": "save"}, "cold docker ram=8GiB operation=save"),
-        ({"passes": 0}, "cold docker ram=8GiB passes=0"),
-        ({"passes": 2}, "cold docker ram=8GiB passes=2"),
-        ({"passes": 0, "use": "fork"}, "cold docker ram=8GiB use=fork"),
-        ({"ranks": 2}, "cold docker ram=8GiB ranks=2"),
-        ({"disk_bytes_per_s": 50_000_000}, "cold docker ram=8GiB disk=50MB/s"),
-        ({"options": {"b": 1, "a": "x y"}}, "cold docker ram=8GiB a=x_y b=1"),
-        ({"environment": {"A": "1"}}, "cold docker ram=8GiB A=1"),
-    ],
-)
-def test_what_distinguishes_a_cell_is_in_its_name(changes: dict[str, Any], words: str) -> None:
-    assert name_of(make_cell(**changes)) == f"gpt2-xl mmap_assign pt float32 cpu {words}"
+NAMES: dict[str, dict[str, Any]] = {
+    "cold docker ram=none": {"ram_limit_bytes": None},
+    "warm cgroup ram=8GiB": {"cache": "warm", "isolation": "cgroup"},
+    "cold docker ram=8GiB vram=1GiB": {"vram_limit_bytes": 2**30},
+    "cold docker ram=8GiB ram_high=1GiB": {"ram_high_bytes": 2**30},
+    "cold docker ram=8GiB operation=save": {"operation": "save"},
+    "cold docker ram=8GiB passes=0": {"passes": 0},
+    "cold docker ram=8GiB passes=2": {"passes": 2},
+    "cold docker ram=8GiB use=fork": {"passes": 0, "use": "fork"},
+    "cold docker ram=8GiB ranks=2": {"ranks": 2},
+    "cold docker ram=8GiB disk=50MB/s": {"disk_bytes_per_s": 50_000_000},
+    "cold docker ram=8GiB a=x_y b=1": {"options": {"b": 1, "a": "x y"}},
+    "cold docker ram=8GiB A=1": {"environment": {"A": "1"}},
+}
 
 
-@pytest.mark.parametrize(
-    ("selector", "is_selected"),
-    [
-        ("mmap_assign", True), ("mmap*", True), ("ram=8GiB mmap_assign", True), ("*", True),
-        ("mmap", False), ("mmap_assign ram=4GiB", False), ("MMAP*", False), ("", True),
-        ("gpt2-xl mmap_assign pt float32 cpu cold docker ram=8GiB", True),
-    ],
-)  # fmt: skip
-def test_a_selector_matches_words_of_a_name(selector: str, is_selected: bool) -> None:
-    assert selects(selector, name_of(make_cell())) == is_selected
+def test_what_distinguishes_a_cell_is_in_its_name() -> None:
+    of_model = "gpt2-xl mmap_assign pt float32 cpu"
+    names = [name_of(make_cell(**changes)) for changes in NAMES.values()]
+    assert names == [f"{of_model} {words}" for words in NAMES]
+
+
+def test_a_selector_matches_words_of_a_name() -> None:
+    name = name_of(make_cell())
+    for selector in ("mmap_assign", "mmap*", "ram=8GiB mmap_assign", "*", "", name):
+        assert selects(selector, name), selector
+    for selector in ("mmap", "mmap_assign ram=4GiB", "MMAP*"):
+        assert not selects(selector, name), selector
     assert selects("a [x", "a [x")  # a whole name matches itself
 
 
@@ -148,9 +145,8 @@ def test_the_outcomes_of_repeats_are_one_or_are_counted(
     outcomes: str, text: str, failures: set[str]
 ) -> None:
     assert outcome_of([Outcome(one) for one in outcomes.split()]) == text
-    series = Series(text, len(outcomes.split()))
-    assert series.failures == frozenset(failures)
-    assert series.is_ok == (text == "ok")
+    assert Series(text, 1).failures == failures
+    assert Series(text, 1).is_ok == (text == "ok")
 
 
 def test_a_series_has_the_figures_of_its_good_repeats_and_the_message_of_a_bad_one() -> None:
@@ -177,12 +173,8 @@ def test_a_series_has_the_figures_of_its_good_repeats_and_the_message_of_a_bad_o
 
 
 def test_two_models_whose_builders_share_a_function_name_are_two_series() -> None:
-    specs = [
-        ModelSpec("build", "mynets:build"),
-        ModelSpec("build", "othernets:build"),
-        ModelSpec("build", "mynets:build", {"width": 64}),
-    ]
-    results = tuple(make_result(make_cell(model=spec)) for spec in specs)
+    builders = [("mynets:build", {}), ("othernets:build", {}), ("mynets:build", {"width": 64})]
+    results = [make_result(make_cell(model=ModelSpec("build", *one))) for one in builders]
     assert len(summarise([Records(results)])) == len(series(results)) == 3
 
 
@@ -200,15 +192,13 @@ def test_what_was_not_measured_is_none() -> None:
 
 def test_the_figures_of_a_mixed_series_are_those_of_its_ok_repeats() -> None:
     good = make_result(make_cell("streaming"))
-    bad = make_result(
-        make_cell("streaming", repeat=1),
-        outcome=Outcome.TIMEOUT,
-        peaks=Peaks(rss_bytes=1),
-        message="slow",
-    )
-    (row,) = series([bad, good])
-    assert row["outcome"] == "timeout 1, ok 1"
-    assert row["message"] == "slow"
+    late: dict[str, Any] = {
+        "outcome": Outcome.TIMEOUT,
+        "peaks": Peaks(rss_bytes=1),
+        "message": "slow",
+    }
+    (row,) = series([make_result(make_cell("streaming", repeat=1), **late), good])
+    assert (row["outcome"], row["message"]) == ("timeout 1, ok 1", "slow")
     assert row["peak_rss_bytes_min"] == good.peaks.rss_bytes
 
 
@@ -221,27 +211,18 @@ def test_samples_are_read_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
 
 
 HEAD = "t_ns,rss_bytes,anon_bytes,file_bytes,shmem_bytes,swap_bytes,minor_faults,major_faults\n9,1,2,3,4,5,6,7\n"
+FILES = {
+    f"{HEAD}8,1,2,3,4,5,6,7\n": [8, 9], f"{HEAD}5,1,2,3\n": [9], f"{HEAD}5,1,2,3,4,5,6,-7\n": [9],
+    f"{HEAD}5,1,2,3,4,5,6,x\n": [9], f"{HEAD}5,1,2,3,4,5,6,{2**63}\n": [9],
+    "": [], "t_ns\n": [], "t_ns,rss_bytes\n1,2\n": [], "\x00": [],
+}  # fmt: skip
+"""Samples as text, and the times of those that are read."""
 
 
-@pytest.mark.parametrize(
-    ("text", "times_ns"),
-    [
-        (f"{HEAD}8,1,2,3,4,5,6,7\n", [8, 9]),
-        (f"{HEAD}5,1,2,3\n", [9]),
-        (f"{HEAD}5,1,2,3,4,5,6,-7\n", [9]),
-        (f"{HEAD}5,1,2,3,4,5,6,x\n", [9]),
-        (f"{HEAD}5,1,2,3,4,5,6,{2**63}\n", [9]),
-        ("", []),
-        ("t_ns\n", []),
-        ("t_ns,rss_bytes\n1,2\n", []),
-        ("\x00", []),
-    ],
-)
-def test_a_row_with_missing_or_impossible_figures_is_left_out(
-    tmp_path: Path, text: str, times_ns: list[int]
-) -> None:
+@pytest.mark.parametrize("text", FILES)
+def test_a_row_with_missing_or_impossible_figures_is_left_out(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.csv").write_text(text)
-    assert [sample.t_ns for sample in read_samples(tmp_path, "x.csv")] == times_ns
+    assert [sample.t_ns for sample in read_samples(tmp_path, "x.csv")] == FILES[text]
     assert read_samples(tmp_path / "y", "../x.csv") == []
 
 
@@ -268,43 +249,19 @@ def ranked(ranks: int, copies: float, strategy: str = "baseline", **changes: Any
     )
 
 
-@pytest.mark.parametrize(
-    ("charges", "growth"),
-    [
-        ({1: 2.0, 2: 4.0, 4: 8.0}, "linear (2.00x a rank)"),
-        ({1: 1.0, 4: 1.1}, "flat (0.03x a rank)"),
-        ({2: 1.0, 4: 2.0}, "between (0.50x a rank)"),
-        ({1: 1.0, 5: 1.96}, "flat (0.24x a rank)"),
-        ({1: 1.0, 5: 2.0}, "between (0.25x a rank)"),
-        ({1: 1.0, 5: 3.96}, "between (0.74x a rank)"),
-        ({1: 1.0, 5: 4.0}, "linear (0.75x a rank)"),
-        ({4: 1.0}, "-"),
-    ],
-)
-def test_the_growth_is_the_slope_over_the_ranks(charges: dict[int, float], growth: str) -> None:
-    (found,) = Measured([ranked(*each) for each in charges.items()]).ranks
-    exact = {ranks: round(100 * many) for ranks, many in charges.items()}
-    assert replace(found, charges=exact, model_bytes=100).growth == found.growth == growth
-    assert replace(found, model_bytes=None).growth == "-"
-
-
-def test_only_loads_of_several_ranks_without_a_limit_that_ended_ok_tell_of_ranks() -> None:
-    late = replace(ranked(2, 1.0), outcome=Outcome.TIMEOUT)
-    saved = ranked(2, 1.0, operation="save")
-    limited = ranked(2, 2.0, "streaming", ram_limit_bytes=8 * GIB)
-    assert Measured([ranked(1, 2.0), limited, saved, late]).ranks == []
-
-
-def test_the_charge_of_ranks_is_the_median_above_their_imports() -> None:
-    repeats = [ranked(2, many, repeat=number) for number, many in enumerate((3.0, 1.0, 2.0))]
-    (found,) = Measured([*repeats, ranked(4, 2.5)]).ranks
-    assert found.charges == {2: 2 * MODEL_BYTES, 4: round(2.5 * MODEL_BYTES)}
-    assert {ranks: len(each) for ranks, each in found.by_ranks.items()} == {2: 3, 4: 1}
-    assert (found.cell.ranks, found.model_bytes) == (1, MODEL_BYTES)
-    unknown = replace(repeats[0], peaks=Peaks())
-    assert charge(unknown) is charge(replace(repeats[0], baseline=None)) is None
-    (alone,) = Measured([unknown]).ranks
-    assert alone.charges == {}
+def test_the_growth_is_the_slope_over_the_ranks() -> None:
+    for charges, growth in (
+        ({1: 200, 2: 400, 4: 800}, "linear (2.00x a rank)"),
+        ({1: 100, 4: 110}, "flat (0.03x a rank)"),
+        ({2: 100, 4: 200}, "between (0.50x a rank)"),
+        ({1: 100, 5: 196}, "flat (0.24x a rank)"),
+        ({1: 100, 5: 200}, "between (0.25x a rank)"),
+        ({1: 100, 5: 396}, "between (0.74x a rank)"),
+        ({1: 100, 5: 400}, "linear (0.75x a rank)"),
+        ({4: 100}, "-"),
+    ):
+        assert RankSeries(make_cell(), {}, charges, 100).growth == growth
+        assert RankSeries(make_cell(), {}, charges, None).growth == "-"
 
 
 def test_memory_that_cannot_be_given_back_is_above_the_imports_of_all_ranks() -> None:
@@ -413,87 +370,62 @@ def test_the_time_and_the_floor_of_a_cell_include_its_use() -> None:
     assert 0 <= first.ram_limit_bytes - needed < 0.1 * needed
 
 
-def test_options_with_one_text_have_a_row_each() -> None:
-    sizes: list[tuple[float, Any]] = [(1.0, "1"), (2.0, 1)]
-    run = [used(use, size, x=x) for size, x in sizes for use in ("forward", "adamw")]
-    (table,) = uses(Measured(run))
-    assert [row[1] for row in table.rows] == ["1.00", "2.00"]
-
-
 # Limits -------------------------------------------------------------------------------------------
 
 
-def fields(results: list[Result]) -> dict[str, list[str]]:
-    """Return the words of each row of the survival matrix."""
-    (matrix,) = Measured(results).matrices
-    columns = range(len(matrix.limits))
-    rows = [[matrix.fields.get((row, column)) for column in columns] for row in range(len(matrix.labels))]  # fmt: skip
-    found = [[field.words if field else "-" for field in row] for row in rows]
-    return dict(zip(matrix.labels, found, strict=True))
+def under_two_limits(**changes: Any) -> list[Result]:
+    """A cell that lives under 8 GiB, and is killed under 4."""
+    return [swept("a", 8, (5, 0), **changes), swept("a", 4, None, **changes)]
 
 
-def test_models_have_matrices_of_their_own_and_layouts_rows() -> None:
-    other = replace(make_cell().model, name="gpt2")
-    results = [
-        swept("a", limit, (5, 0), **changes)
-        for changes in ({}, {"format": "dcp"}, {"options": {"x": 1}}, {"model": other})
-        for limit in (8, 4)
-    ]
-    first, second = Measured(results).matrices
-    assert first.limits == (8 * GIB, 4 * GIB)
-    assert first.labels == ["a pt", "a dcp", "a pt x=1"]
-    assert second.labels == ["a"]
-    assert Measured([swept("a", None, (5, 0)), swept("a", 8, (5, 0))]).matrices == []  # one limit
-
-
-@pytest.mark.parametrize(
-    ("lives", "shown"),
-    [
-        (((6, 0), (9, 0), (7, 0)), "7.00 s"),
-        (((6, 0), None, (30, 2)), "killed (1 of 3)"),
-        (((6, 0), (40, 2), (30, 2)), "30.0 s thrashes (2 of 3)"),
-    ],
-)
-def test_the_worst_of_the_repeats_is_shown_with_its_number_else_the_median(
-    lives: tuple[tuple[float, float] | None, ...], shown: str
-) -> None:
-    repeats = [swept("a", 4, lived, repeat=number) for number, lived in enumerate(lives)]
+def repeats(*lives: tuple[float, float] | None) -> list[Result]:
+    """A matrix of a cell that lives well without a limit and under 8 GiB, and so under 4."""
     ends = [swept("a", None, (5, 0)), swept("a", 8, (5, 0))]
-    assert fields([*ends, *repeats])["a"][2] == shown
+    return [*ends, *(swept("a", 4, lived, repeat=number) for number, lived in enumerate(lives))]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "pages", "said"),
-    [
-        (Outcome.TIMEOUT, MODEL_BYTES // 4096, "timeout thrashes"),
-        (Outcome.TIMEOUT, 0, "timeout"),
-        (Outcome.STRATEGY_FAILED, 0, "strategy_failed"),
-        (Outcome.SKIPPED, 0, "skipped"),
-    ],
-)
-def test_what_is_not_ok_is_named(outcome: Outcome, pages: int, said: str) -> None:
-    faults = Faults(1, 1, pages)
-    bad = replace(swept("a", 4, (5, 0)), outcome=outcome, ready_ns=None, faults=faults, phases=())
-    assert fields([swept("a", 8, (5, 0)), bad])["a"] == ["5.00 s", said]
+def ended(outcome: Outcome, pages: int = 0) -> list[Result]:
+    late = replace(swept("a", 4, (5, 0)), outcome=outcome, ready_ns=None, phases=())
+    return [swept("a", 8, (5, 0)), replace(late, faults=Faults(1, 1, pages))]
 
 
-def test_rows_limits_and_disks_with_one_label_stay_apart() -> None:
-    for pair in (
-        ({"options": {"map_location": "1"}}, {"options": {"map_location": 1}}),
-        ({"command": ("a", "1")}, {"command": ("a", "2")}),
-    ):
-        lives = ((8, (5, 0)), (4, None))
-        results = [swept("a", limit, lived, **one) for one in pair for limit, lived in lives]
-        (table,) = survival(Measured(results))
-        texts = [[entry.text for entry in row[1:]] for row in table.entries]
-        assert texts == [["5.00 s", "killed"]] * 2
-    more, *_ = limits = [swept("a", limit, (5, 0)) for limit in (8, 4)]
-    more = replace(more, cell=replace(more.cell, ram_limit_bytes=8 * GIB + 1))
-    (table,) = survival(Measured([more, *limits]))
-    assert len(table.columns) == 1 + 3
-    disks = [
+THREE = [ranked(2, many, repeat=number) for number, many in enumerate((3.0, 1.0, 2.0))]
+FINDINGS: dict[str, list[Result]] = {
+    "ranks: the median above the imports of all": [*THREE, ranked(4, 2.5)],
+    "ranks: one and more": [ranked(1, 1.0), ranked(4, 1.1)],
+    "ranks: a peak that is not known": [replace(THREE[0], peaks=Peaks())],
+    "ranks: a charge before the load that is not known": [replace(THREE[0], baseline=None)],
+    "no ranks: one, limited, saved, and late": [
+        ranked(1, 2.0), ranked(2, 2.0, "streaming", ram_limit_bytes=8 * GIB), ranked(2, 1.0, operation="save"),
+        replace(ranked(2, 1.0), outcome=Outcome.TIMEOUT)],
+    "uses: options with one text have a row each": [
+        used(use, size, x=x) for size, x in ((1.0, "1"), (2.0, 1)) for use in ("forward", "adamw")],
+    "limits: models have matrices of their own, and layouts rows": [
+        *under_two_limits(), *under_two_limits(format="dcp"), *under_two_limits(options={"x": 1}),
+        *under_two_limits(model=replace(make_cell().model, name="gpt2"))],
+    "no limits: there is but one": [swept("a", None, (5, 0)), swept("a", 8, (5, 0))],
+    "limits: a byte more is another one": [
+        *under_two_limits(), replace(swept("a", 8, (5, 0)), cell=make_cell("a", ram_limit_bytes=8 * GIB + 1))],
+    "limits: the median of repeats that live": repeats((6, 0), (9, 0), (7, 0)),
+    "limits: a killed repeat": repeats((6, 0), None, (30, 2)),
+    "limits: repeats that thrash": repeats((6, 0), (40, 2), (30, 2)),
+    "limits: late, and it thrashed": ended(Outcome.TIMEOUT, MODEL_BYTES // 4096),
+    "limits: late": ended(Outcome.TIMEOUT),
+    "limits: failed": ended(Outcome.STRATEGY_FAILED),
+    "limits: skipped": ended(Outcome.SKIPPED),
+    "limits: options with one text": [
+        *under_two_limits(options={"map_location": "1"}), *under_two_limits(options={"map_location": 1})],
+    "limits: commands with one name": [
+        *under_two_limits(command=("a", "1")), *under_two_limits(command=("a", "2"))],
+    "disks: options and rates with one text": [
         swept("a", None, (seconds, 0), disk_bytes_per_s=rate, options={"x": x})
-        for x, rate, seconds in (("1", 10**8, 5), (1, 10**8, 6), ("1", 10**8 + 1, 7))
-    ]
-    (table,) = slow_disks(Measured(disks))
-    assert [row[1:] for row in table.rows] == [["5.00 s", "7.00 s"], ["6.00 s", "-"]]
+        for x, rate, seconds in (("1", 10**8, 5), (1, 10**8, 6), ("1", 10**8 + 1, 7))],
+}  # fmt: skip
+
+
+def test_what_a_report_finds(same: Compare) -> None:
+    texts = []
+    for what, results in FINDINGS.items():
+        tables = [replace(one, notes=[]) for one in findings(Measured(results))]
+        texts.append(f"# {what}\n\n{markdown(tables)}")
+    same("findings.md", "\n\n".join(texts) + "\n")

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from factories import SCRIPTS, make_cell, make_result
 from snapshots import Compare
 
@@ -42,17 +41,15 @@ def lived(*, reread: int | None = 0, major: int = 7, waited_s: float | None = 0,
     return replace(base, **changes)
 
 
-def verdict(result: Result, reference_ns: float | None = None) -> Verdict | None:
-    said = judge_result(result, None if reference_ns is None else round(reference_ns))
-    return said.verdict if said else None
-
-
 SLOW: dict[str, Any] = {"reread": 2500, "major": 900, "waited_s": 4, "full_s": 1}
 BELOW = Peaks(cgroup_bytes=20 * GIB - 4096)
 LATE: dict[str, Any] = {"outcome": Outcome.TIMEOUT, "message": "still running after 60 s", "ready_ns": None}  # fmt: skip
 COMMAND = Cell.of_command("x", ("x",), "cgroup", ram_limit_bytes=100 * MIB)
 LIMIT_PAGES = 100 * MIB // 4096
 RUN: dict[str, Any] = {"cell": COMMAND, "peaks": Peaks(cgroup_bytes=100 * MIB), "model_bytes": None, "major": 900, "waited_s": 1, "full_s": 1}  # fmt: skip
+READ_AGAIN, STALLED_S = round(REFAULTS_PER_MODEL * 1000), STALLED_SHARE * 10
+IMPORTED = {"baseline": Memory(0, 0, 2 * MODEL_BYTES, 0)}
+OFTEN: dict[str, Any] = {"waited_s": None, "baseline": None}
 ENDS: dict[str, tuple[Result, float | None]] = {
     "ends in good time": (lived(), 9),
     "without a time to compare with": (lived(), None),
@@ -75,6 +72,21 @@ ENDS: dict[str, tuple[Result, float | None]] = {
     "failed otherwise": (lived(outcome=Outcome.STRATEGY_FAILED, message="Broken"), None),
     "ended by weighin": (lived(outcome=Outcome.THRASHING, message="ended after 5 s"), None),
     "without a limit": (lived(**SLOW, cell=make_cell(ram_limit_bytes=None)), 4),
+    "refaults, and as late as is too late": (lived(reread=READ_AGAIN), 10 / SLOWDOWN),
+    "a refault less": (lived(reread=READ_AGAIN - 1), 10 / SLOWDOWN),
+    "a nanosecond less late": (lived(reread=READ_AGAIN), 10 / SLOWDOWN + 1e-9),
+    "a wait alone": (lived(waited_s=STALLED_S), 10),
+    "a nanosecond less of a wait": (lived(waited_s=STALLED_S - 1e-9), 1),
+    "neither refaults nor waits are known": (lived(reread=None, waited_s=None), 1),
+    "refaults alone": (lived(reread=READ_AGAIN, waited_s=None), None),
+    "refaults and a wait": (lived(reread=READ_AGAIN, waited_s=STALLED_S), None),
+    "waits are not known": (lived(waited_s=None), None),
+    "more than three times its size, whatever its time": (lived(reread=3001, **OFTEN), None),
+    "three times its size": (lived(reread=3000, **OFTEN), None),
+    "more than three times a model and what was imported": (lived(reread=6001, **OFTEN | IMPORTED), None),
+    "three times a model and what was imported": (lived(reread=6000, **OFTEN | IMPORTED), None),
+    "a command that reads the size of a model often": (lived(reread=9000, **OFTEN, cell=replace(COMMAND, ram_limit_bytes=20 * GIB)), None),
+    "a model of unknown size": (lived(reread=9000, **OFTEN | {"model_bytes": None}), None),
 }  # fmt: skip
 
 
@@ -85,46 +97,6 @@ def test_each_end_has_its_verdict_and_the_figures_of_it(same: Compare) -> None:
         said = f"{found.verdict}: {found.reason}" if found else "no verdict"
         lines.append(f"{name}\n  {said}\n")
     same("verdicts.txt", "".join(lines))
-
-
-READ_AGAIN, STALLED_S = REFAULTS_PER_MODEL * 1000, STALLED_SHARE * 10
-
-
-@pytest.mark.parametrize(
-    ("pages", "waited_s", "reference_ns", "expected"),
-    [
-        (READ_AGAIN, 0, 10 * SECOND / SLOWDOWN, THRASHES),
-        (READ_AGAIN - 1, 0, 10 * SECOND / SLOWDOWN, SURVIVES),
-        (READ_AGAIN, 0, 10 * SECOND / SLOWDOWN + 1, SURVIVES),
-        (0, STALLED_S, 10 * SECOND, THRASHES),
-        (0, STALLED_S - 1e-9, SECOND, SURVIVES),
-        (None, None, SECOND, SURVIVES),
-        (READ_AGAIN, None, None, SURVIVES),
-        (READ_AGAIN, STALLED_S, None, THRASHES),
-        (0, None, None, SURVIVES),
-    ],
-)
-def test_each_threshold_is_where_it_is_written(
-    pages: float | None, waited_s: float | None, reference_ns: float | None, expected: Verdict
-) -> None:
-    result = lived(reread=None if pages is None else round(pages), waited_s=waited_s)
-    assert verdict(result, reference_ns) is expected
-
-
-def test_a_load_that_reads_the_same_pages_often_thrashes_whatever_its_time() -> None:
-    """The model has 1000 pages; three times its size may be read again."""
-    memory = make_result().baseline or Memory(0, 0, 0, 0)
-    imported = {"baseline": replace(memory, file_bytes=2 * MODEL_BYTES)}
-    for pages, changes, expected in (
-        (3001, {}, THRASHES),
-        (3000, {}, SURVIVES),
-        (6001, imported, THRASHES),
-        (6000, imported, SURVIVES),
-        (9000, {"cell": replace(COMMAND, ram_limit_bytes=20 * GIB)}, SURVIVES),
-        (9000, {"model_bytes": None}, SURVIVES),
-    ):
-        result = lived(reread=pages, waited_s=None, **{"baseline": None} | changes)
-        assert verdict(result) is expected, (pages, changes)
 
 
 def test_a_run_is_judged_against_its_own_cell_without_a_limit_or_the_highest_above() -> None:
@@ -156,25 +128,27 @@ def seen(**changes: int | None) -> Stopped | None:
     return proof(Reference(4 * SECOND, GIB), **usual | changes)
 
 
-@pytest.mark.parametrize(
-    ("figures", "thrashes"),
-    [
-        (seen(reread_bytes=3 * GIB + 1), True),
-        (seen(reread_bytes=3 * GIB), False),
-        (seen(reread_bytes=3 * GIB + 1, is_loading=False), False),
-        (seen(reread_bytes=None, waited_ns=None, after_ns=400 * SECOND), False),
-        (seen(after_ns=40 * SECOND + 1, reread_bytes=GIB // 10 + 1), True),
-        (seen(after_ns=40 * SECOND, reread_bytes=GIB // 10 + 1), False),
-        (seen(after_ns=40 * SECOND + 1, reread_bytes=GIB // 20), False),
-        (seen(after_ns=50 * SECOND, waited_ns=10 * SECOND), True),
-        (seen(after_ns=50 * SECOND, reread_bytes=GIB, is_loading=False), True),
-        (seen(waited_ns=12 * SECOND + 1, after_ns=20 * SECOND), True),
-        (seen(waited_ns=12 * SECOND, after_ns=20 * SECOND), False),
-    ],
-    ids=range(1, 12),
+LATE_NS = 40 * SECOND + 1  # more than ten times as late as without a limit
+PROOFS: tuple[dict[str, Any], ...] = (
+    {"reread_bytes": 3 * GIB + 1},
+    {"after_ns": LATE_NS, "reread_bytes": GIB // 10 + 1},
+    {"after_ns": 50 * SECOND, "waited_ns": 10 * SECOND},
+    {"after_ns": 50 * SECOND, "reread_bytes": GIB, "is_loading": False},
+    {"after_ns": 20 * SECOND, "waited_ns": 12 * SECOND + 1},
 )
-def test_each_proof_is_where_it_is_written(figures: Stopped | None, thrashes: bool) -> None:
-    assert (figures is not None) == thrashes
+NO_PROOFS: tuple[dict[str, Any], ...] = (
+    {"reread_bytes": 3 * GIB},
+    {"reread_bytes": 3 * GIB + 1, "is_loading": False},
+    {"after_ns": 400 * SECOND, "reread_bytes": None, "waited_ns": None},
+    {"after_ns": LATE_NS - 1, "reread_bytes": GIB // 10 + 1},
+    {"after_ns": LATE_NS, "reread_bytes": GIB // 20},
+    {"after_ns": 20 * SECOND, "waited_ns": 12 * SECOND},
+)
+
+
+def test_each_proof_is_where_it_is_written() -> None:
+    assert [one for one in PROOFS if not seen(**one)] == []
+    assert [one for one in NO_PROOFS if seen(**one)] == []
 
 
 def test_a_proof_has_the_figures_and_says_them() -> None:
