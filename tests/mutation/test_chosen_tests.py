@@ -26,7 +26,7 @@ def test_a_module_is_tested_by_those_that_import_it_or_its_callers_and_by_all_ve
 @pytest.mark.parametrize(
     ("module", "file"),
     [
-        ("gate/compare.py", "test_compare.py"),
+        ("gate/baseline.py", "test_gate_baseline.py"),
         ("run/judge.py", "test_judge.py"),
         ("records/explanation.py", "test_explanation.py"),
     ],

@@ -1,4 +1,4 @@
-"""``weighin check`` and ``compare`` as they are typed on small runs: exit codes, tables, and errors."""
+"""``weighin check``, ``compare`` and ``history`` as they are typed on small runs: exit codes, tables, and errors."""
 
 import shlex
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from factories import SCRIPTS, make_cell, make_result, refused, run_of
 from snapshots import Compare, answered
-from test_evaluate import STREAMING, grown
+from test_evaluate import STREAMING, grown, search
 from typed_here import typed
 
 from weighin.gate import baseline, check
+from weighin.gate.compare import compare
 from weighin.records import run_folder
-from weighin.result import Outcome, Result
+from weighin.result import Outcome, Peaks, Result
 from weighin.units import GIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
@@ -33,6 +34,11 @@ def ok(strategy: str = "streaming", **changes: object) -> Result:
 def of(result: Result, commit: str = "", **environment: Any) -> Result:
     known = {"git_commit": commit * 40} if commit else {}
     return replace(result, environment=result.environment | known | environment)
+
+
+def of_day(day: int, gib: float, commit: str = "") -> Result:
+    peaks = Peaks(rss_bytes=round(gib * GIB), anon_sampled_bytes=round(gib * GIB))
+    return of(replace(ok(), peaks=peaks, started_at=f"2026-11-{day:02}T00:00:00+00:00"), commit)
 
 
 WRONG = make_result(make_cell("lossy"), outcome=Outcome.WRONG_WEIGHTS, message="1 tensor differs")
@@ -58,9 +64,13 @@ RUNS: dict[str, Sequence[Result]] = {
     "branch": [of(BAD, "b", torch="2.14.0"), of(killed(), "b", torch="2.14.0"),
                of(make_result(make_cell("sequential"), outcome=Outcome.TIMEOUT), "b", torch="2.14.0")],
     "third": [ok("baseline")],
+    "both": [make_result(make_cell("streaming")), ok("baseline"), ok("gone")],
     "more": [of(BAD, "c", torch="2.14.0")],
     "process": [make_result(replace(STREAMING, isolation="process"))],
     "kernel": [of(GOOD, kernel="6.19.0", torch="3")],
+    **{f"days/run{day}": [of_day(day, gib, commit)]
+       for day, gib, commit in ((1, 1, "a"), (2, 1.001, "a"), (3, 2, "b"), (4, 2, "b"), (5, 2, "b"))},
+    **{f"noisy/run{day}": [of_day(day, gib)] for day, gib in enumerate((1, 2, 0.5, 3, 3), 1)},
     "fleet": [of(GOOD, **NODES[0]), of(ok("baseline"), **NODES[1]), of(BAD, **NODES[2])],
 }  # fmt: skip
 
@@ -76,6 +86,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run_folder.write_plan(Path("empty"), [STREAMING])
     run_folder.write_plan(Path("part"), [make_cell("streaming"), make_cell("baseline")])
     run_of(Path("part"), make_result(make_cell("streaming")))
+    for name, floor_mib in (("floors/a", 6800), ("floors/b", 7100)):
+        run_of(Path(name), *search(floor_mib).results, within=0.01)
     free = make_cell("lossy", ram_limit_bytes=None)
     run_folder.write_plan(Path("found"), [free], {"within": 0.01})
     run_of(Path("found"), make_result(free, SCRIPTS["streaming"]), WRONG)
@@ -93,10 +105,17 @@ def answer(line: str) -> str:
     return "\n".join([f"[{code}]", *lines])
 
 
-@pytest.mark.parametrize("session", ["check", "compare", "outcomes"])
+@pytest.mark.parametrize("session", ["check", "compare", "outcomes", "history"])
 @pytest.mark.usefixtures("here")
 def test_a_session(session: str, same: Compare) -> None:
     same(f"gate/{session}.txt", answered(SESSIONS / f"{session}.txt", answer))
+
+
+@pytest.mark.parametrize("count", [0, 1, 27])
+def test_two_to_26_runs_can_be_compared(count: int, here: Path) -> None:
+    said = refused(compare, [here / "good"] * count)
+    assert said.startswith(f"cannot compare {count} run{'s' * (count != 1)}\n")
+    assert len(compare([here / "good"] * 26)[1]["runs"]) == 26
 
 
 @pytest.mark.usefixtures("here")
@@ -148,39 +167,6 @@ def test_every_output_at_once() -> None:
         '{\n "schema": 1,',
     ]
     assert summary.read_text() == "before\n" + written[0]
-
-
-def test_a_run_that_is_not_complete_fails_unless_its_part_is_asked_for(here: Path) -> None:
-    budgets = ["streaming: peak_rss <= 10 x model", "baseline: peak_rss <= model"]
-    part = here / "part"
-    measured = check.read_runs([part])
-    whole = check.check(measured, None, budgets=[*budgets, "gone: peak_rss <= 1B"])
-    assert [(line.verdict, line.what) for line in whole.lines] == [
-        (check.LineVerdict.MISSING, "cells"),
-        (check.LineVerdict.MISSING, budgets[1]),
-        (check.LineVerdict.MISSING, "gone: peak_rss <= 1B"),
-        (check.LineVerdict.SAME, budgets[0]),
-    ]
-    assert whole.lines[0].text == (
-        f"{part}: 1 of 2 cells measured; weighin bench --resume {part} measures the rest,"
-        " --partial judges only this part"
-    )
-    judged = check.check(measured, None, budgets=budgets, partial=True)
-    assert judged.failed == ()
-    assert judged.notes == (f"{part}: 1 of 2 cells measured",)
-    assert [line.what for line in judged.lines] == budgets[:1]  # of the other, no cell is measured
-    path = here / "baseline.json"
-    said = refused(check.update, measured, path)
-    assert said.startswith("cannot make a baseline from an incomplete run")
-    assert check.update(measured, path, partial=True)
-
-
-def test_what_a_baseline_has_of_cells_that_are_pending_is_left_out(here: Path) -> None:
-    path = here / "baseline.json"
-    both = run_of(here / "both", make_result(make_cell("streaming")), ok("baseline"), ok("gone"))
-    check.update(check.read_runs([both]), path)
-    missing = check.check(check.read_runs([here / "part"]), path, partial=True).failed
-    assert [line.series.split(" ")[1] for line in missing] == ["gone"]
 
 
 def test_a_killed_repeat_counts_in_the_baseline(here: Path) -> None:

@@ -102,6 +102,16 @@ LOST_BESIDE = Records([*FOUND.results, *LOST.results], coverage=SEARCH)
 LOST_ONCE = summarise([FOUND, search(6800, step_mib=2000)])
 PEAK = {"build": 10, "read": 900, "apply": 1000}
 
+OUTCOMES = (
+    (Outcome.OK, Outcome.OOM_KILLED), (Outcome.OK, Outcome.WRONG_WEIGHTS), (Outcome.OK, Outcome.SKIPPED),
+    (Outcome.OOM_KILLED, Outcome.MEASUREMENT_FAILED), (Outcome.OOM_KILLED, Outcome.TIMEOUT),
+    (Outcome.OOM_KILLED, Outcome.OOM_KILLED), (Outcome.WRONG_WEIGHTS, Outcome.WRONG_WEIGHTS),
+    (Outcome.SKIPPED, Outcome.SKIPPED), (Outcome.MEASUREMENT_FAILED, Outcome.MEASUREMENT_FAILED),
+    (Outcome.OOM_KILLED, Outcome.OK),
+)  # fmt: skip
+BAND = {"s": Series("ok", 3, figures={"peak_rss": Figure(990 * MIB, 1000 * MIB, 1050 * MIB)})}
+A_MIB = Rules(dict.fromkeys(METRICS, Tolerance(0.0, MIB)))
+
 CASES: dict[str, tuple[Measured | None, Measured, Rules]] = {
     "a run that is as it was passes": ([PLAIN], [PLAIN], Rules()),
     "a tensor that is kept is a regression of every memory metric": ([PLAIN], [KEPT], Rules()),
@@ -146,6 +156,9 @@ CASES: dict[str, tuple[Measured | None, Measured, Rules]] = {
     "a new phase counts from the highest of before, and a time from nothing": (
         with_phases(read={"peak_rss": 50, "time": 5}, apply={"peak_rss": 70}, odd={}),
         with_phases(read={"peak_rss": 60, "time": 7}, new={"peak_rss": 90, "time": 4}, odd={"x": 1}), Rules()),
+    **{f"{was}, then {now}": ([replace(PLAIN, outcome=was)], [replace(PLAIN, outcome=now)], Rules()) for was, now in OUTCOMES},
+    **{f"{now} B beside repeats of 990 to 1050 MiB, of which each may be 1 MiB more": (BAND, one_series(peak_rss=now), A_MIB)
+       for now in (1051 * MIB, 1051 * MIB + 1, 989 * MIB, 989 * MIB - 1)},
 }  # fmt: skip
 
 
@@ -173,42 +186,10 @@ def printed(judgement: GateResult) -> str:
     return "".join(f"  {line}\n" for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("was", "now", "verdict", "text"),
-    [
-        (Outcome.OK, Outcome.OOM_KILLED, LineVerdict.REGRESSED, "ok -> oom_killed"),
-        (Outcome.OK, Outcome.WRONG_WEIGHTS, LineVerdict.REGRESSED, "ok -> wrong_weights"),
-        (Outcome.OK, Outcome.SKIPPED, LineVerdict.REGRESSED, "ok -> skipped"),
-        (Outcome.OOM_KILLED, Outcome.MEASUREMENT_FAILED, LineVerdict.NOT_OK, "oom_killed -> measurement_failed"),
-        (Outcome.OOM_KILLED, Outcome.TIMEOUT, LineVerdict.NOT_OK, "oom_killed -> timeout"),
-        (Outcome.OOM_KILLED, Outcome.OOM_KILLED, LineVerdict.EXPECTED, "oom_killed"),
-        (Outcome.WRONG_WEIGHTS, Outcome.WRONG_WEIGHTS, LineVerdict.NOT_OK, "wrong_weights"),
-        (Outcome.SKIPPED, Outcome.SKIPPED, LineVerdict.EXPECTED, "skipped"),
-        (Outcome.MEASUREMENT_FAILED, Outcome.MEASUREMENT_FAILED, LineVerdict.NOT_OK, "measurement_failed"),
-        (Outcome.OOM_KILLED, Outcome.OK, LineVerdict.IMPROVED, "oom_killed -> ok"),
-    ],
-)  # fmt: skip
-def test_outcomes(was: Outcome, now: Outcome, verdict: LineVerdict, text: str) -> None:
-    line = judged([replace(PLAIN, outcome=was)], [replace(PLAIN, outcome=now)]).lines[0]
-    assert (line.what, line.verdict, line.text) == ("outcome", verdict, text)
-
-
 def figure_line(was: dict[str, Series], now: int, tolerance: Tolerance) -> Line:
     rules = Rules(dict.fromkeys(METRICS, tolerance))
     [line] = [one for one in judged(was, one_series(peak_rss=now), rules).lines if one.metric]
     return line
-
-
-@pytest.mark.parametrize(
-    ("now", "verdict"),
-    [
-        (1051 * MIB, LineVerdict.SAME), (1051 * MIB + 1, LineVerdict.REGRESSED),
-        (989 * MIB, LineVerdict.SAME), (989 * MIB - 1, LineVerdict.IMPROVED),
-    ],
-)  # fmt: skip
-def test_the_band_of_the_baselines_repeats_is_no_regression(now: int, verdict: LineVerdict) -> None:
-    was = {"s": Series("ok", 3, figures={"peak_rss": Figure(990 * MIB, 1000 * MIB, 1050 * MIB)})}
-    assert figure_line(was, now, Tolerance(0.0, MIB)).verdict is verdict
 
 
 @given(

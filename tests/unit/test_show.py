@@ -1,19 +1,15 @@
-"""What a reader sees of a run: in a terminal, on the page, in pictures, in a notebook, over time.
+"""What a reader sees of a run: in a terminal, on the page, in pictures, in a notebook.
 
 Markdown, CSV, JSON and exports of every published run are kept in tests/contract.
 """
 
-import json
 import re
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from factories import (
-    ENVIRONMENT,
     make_cell,
     make_result,
     make_skipped,
@@ -25,7 +21,6 @@ from factories import (
 from rich.console import Console
 from sweeps import a_sweep
 
-from weighin.gate.compare import history
 from weighin.records import run_folder, series
 from weighin.records.run_folder import Records
 from weighin.records.series import Measured
@@ -34,10 +29,9 @@ from weighin.show import page, write
 from weighin.show.plots import pictures
 from weighin.show.report import answer, terminal
 from weighin.show.style import svg
-from weighin.show.table import Lines
 from weighin.show.timeline import draw_timelines
 from weighin.show.write import results
-from weighin.units import GIB, MIB
+from weighin.units import GIB
 
 HOSTILE = "<script>alert(1)</script> | `x` \x1b[31m $y$ =SUM(1)"
 
@@ -50,19 +44,12 @@ def shown(found: Measured, width: int = 100) -> str:
 
 
 def test_each_series_is_summarised_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: Counter[str] = Counter()
-    usual = series._summary
-
-    def counted(group: Sequence[Result]) -> series.Row:
-        calls[group[0].cell.series] += 1
-        return usual(group)
-
+    counted = Mock(side_effect=series._summary)
     monkeypatch.setattr(series, "_summary", counted)
     measured = Measured.of(tmp_path, Records(tuple(notebook_run())))
     shown(measured)
     write.write(measured)
-    assert {*calls.values()} == {1}
-    assert len(calls) == 6
+    assert counted.call_count == len(measured.by_series) == 6
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
@@ -152,36 +139,3 @@ def test_a_notebook_gets_the_columns_of_the_summary(tmp_path: Path) -> None:
     samples = results(str(tmp_path), samples=True)
     assert {"series", "repeat", "t_ns", "anon_bytes"} <= {*samples.columns}
     assert samples["series"].str.contains("streaming").all()
-
-
-def of_run(folder: Path, day: int, size: int, **settings: Any) -> None:
-    result = make_result(
-        make_cell("streaming"),
-        peaks=Peaks(rss_bytes=size, anon_sampled_bytes=size),
-        started_at=f"2026-11-{day:02}T00:00:00+00:00",
-        environment=ENVIRONMENT | settings,
-    )
-    run_of(folder / f"run{day:02}", result)
-
-
-def test_a_metric_over_time_tells_its_steps(tmp_path: Path) -> None:
-    for day, size in enumerate([GIB, GIB + MIB, 2 * GIB, 2 * GIB, 2 * GIB], 1):
-        of_run(tmp_path, day, size, git_commit="a" * 40 if day < 3 else "b" * 40)
-    document, found = history(tmp_path, "peak_rss")
-    (series,) = found["series"]
-    assert series["steps"] == [{"run": "run03", "before": GIB, "now": 2 * GIB}]
-    _, changes, caution = document
-    assert isinstance(changes, Lines)
-    assert caution == Lines("", [], "dim")
-    assert "+1.0 GiB (+100.0 %) since run03 (1.000 GiB -> 2.000 GiB), commit aaaaaaaaa -> bbbbbbbbb" in changes.lines[0]  # fmt: skip
-    json.dumps(found)
-    *_, caution = history(tmp_path, "load")[0]
-    assert isinstance(caution, Lines)
-    assert "a step of a time proves nothing alone" in caution.lines[0]
-
-
-def test_a_sampled_metric_must_stay_off_its_level(tmp_path: Path) -> None:
-    for day, size in enumerate([GIB, 2 * GIB, GIB, 3 * GIB, 3 * GIB], 1):
-        of_run(tmp_path, day, size)
-    (series,) = history(tmp_path, "anon")[1]["series"]
-    assert [step["run"] for step in series["steps"]] == ["run04"]
