@@ -89,31 +89,73 @@ def printed(advice: Advice, width: int = 160, most: int | None = None) -> str:
     return console.export_text()
 
 
-ANSWERS: dict[str, dict[str, Any]] = {
-    "what fits and asks for nothing": {"ram": 3 * GIB},
-    "below the model's size: the one that reads again and again": {"ram": GIB},
-    "nothing fits": {"ram": 64 * MIB},
-    "nothing fits, and the dtype is small": {"ram": 64 * MIB, "dtype": "bfloat16"},
-    "too little for training": {"ram": 8 * GIB, "use": "adamw"},
-    "for training every way needs the same, and time decides": {"ram": 16 * GIB, "use": "adamw"},
-    "too large for the GPU": {"limits": Limits(None, GIB), "device": "cuda"},
-    "without a limit": {},
-}
+def saved(name: str, **more: Any) -> Path:
+    """Save a state dict of ``MODEL`` in the current folder."""
+    path, state = Path(name), {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save({"model": state, **more} if more else state, path)
+    return path
 
 
-def test_answers_in_words_and_tables(same: Compare, asked: Asked) -> None:
+def folder_of(name: str, **config: Any) -> PretrainedFolder:
+    (path := Path(name)).mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({"w": torch.zeros(2)}, path / "model.safetensors")
+    return read_folder(path)
+
+
+def asked_for() -> dict[str, dict[str, Any]]:
+    """Questions by their names; "..." has the first three candidates only."""
+    part = {
+        "ram": 8 * GIB,
+        "checkpoint": saved("train.pt", step=1),
+        "selection": Selection("model"),
+    }
+    ours = {"ram": 8 * GIB, "checkpoint": saved("x.safetensors")}
+    alone = saved("weights.pt")
+    folder = folder_of("llama", architectures=["LlamaForCausalLM"], model_type="llama")
+    return {
+        "what fits and asks for nothing": {"ram": 3 * GIB},
+        "below the model's size: the one that reads again and again ...": {"ram": GIB},
+        "nothing fits ...": {"ram": 64 * MIB},
+        "nothing fits, and the dtype is small ...": {"ram": 64 * MIB, "dtype": "bfloat16"},
+        "too little for training ...": {"ram": 8 * GIB, "use": "adamw"},
+        "for training every way needs the same, and time decides ...": {"ram": 16 * GIB, "use": "adamw"},
+        "too large for the GPU ...": {"limits": Limits(None, GIB), "device": "cuda"},
+        "without a limit ...": {},
+        "nothing is allowed": {"allow": ()},
+        "only weighin is allowed": {"allow": ("weighin",)},
+        "only another layout is allowed": {"allow": ("resave",)},
+        "another layout and packages are allowed": {"allow": ("resave", "packages")},
+        "a part of a training checkpoint is read by others when it was saved again": part,
+        "such a part without a conversion": {**part, "allow": ("weighin",)},
+        "such a part after a conversion ...": {**part, "allow": ("resave",)},
+        "a checkpoint of safetensors": ours,
+        "a checkpoint of safetensors that may be saved again ...": {**ours, "allow": ("resave",)},
+        "a checkpoint without its model ...": {"model": registry.model(str(alone)), "checkpoint": alone},
+        "the same with its model ...": {"checkpoint": alone},
+        "a folder, by one call": {"model": spec_of(folder), "checkpoint": folder.checkpoint},
+    }  # fmt: skip
+
+
+def test_answers_in_words_and_tables(
+    same: Compare, asked: Asked, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     texts = []
-    for name, settings in ANSWERS.items():
+    for name, settings in asked_for().items():
         advice = advised(**settings)
         assert {one.cell.use for one in asked[-1]} == {settings.get("use", "")}
         assert {one.cell.device for one in asked[-1]} == {settings.get("device", "cpu")}
-        most = None if name == next(iter(ANSWERS)) else 3
-        table, _, _ = printed(advice, most=most).partition("\n\nimport torch")
-        lines = [line.rstrip() for line in table.strip().splitlines()]
+        shown = printed(advice, most=3 if name.endswith("...") else None)
+        lines = [line.rstrip() for line in shown.partition("\nimport ")[0].strip().splitlines()]
         kept = advice.as_json()
         lines += [f"{key}: {kept[key]}" for key in ("recommended", "use", "notes")]
+        lines += advice.code.splitlines()[-1:]
         texts.append("\n".join([f"# {name}", "", *lines, ""]))
-    same("answers.txt", "\n".join(texts))
+    same("answers.txt", "\n".join(texts).replace(str(tmp_path), "HERE"))
 
 
 def test_a_reason_that_is_not_memory_gives_no_advice_on_memory(monkeypatch: MonkeyPatch) -> None:
@@ -128,63 +170,6 @@ def test_a_reason_that_is_not_memory_gives_no_advice_on_memory(monkeypatch: Monk
     assert printed(advised(8 * GIB, allow=())).endswith(
         "No strategy is left: --allow none leaves out all that load this model on cpu.\n"
     )
-
-
-def saved(path: Path, **more: Any) -> Path:
-    """Save a state dict of ``MODEL``."""
-    state = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
-    if path.suffix == ".safetensors":
-        save_file(state, path)
-    else:
-        torch.save({"model": state, **more} if more else state, path)
-    return path
-
-
-def asks(advice: Advice) -> dict[str, tuple[str, ...]]:
-    return {one.strategy: one.asks for one in advice.candidates}
-
-
-def test_a_part_of_a_training_checkpoint_is_loaded_without_a_conversion(tmp_path: Path) -> None:
-    part = {"checkpoint": saved(tmp_path / "train.pt", step=1), "selection": Selection("model")}
-    ours = advised(8 * GIB, allow=("weighin",), **part)
-    assert asks(ours) == {"streaming": ("weighin",)}
-    assert "load_streaming(build_model, " in ours.code
-    assert ", key='model')" in ours.code
-    everything = asks(advised(8 * GIB, **part))
-    assert everything["baseline"] == everything["load_assign"] == ("saved as pt",)
-
-
-@pytest.mark.parametrize(
-    ("allow", "refused"),
-    [
-        ((), {"streaming", "per_param", "per_module", "safetensors_copy", "sharded", "dcp"}),
-        (("weighin",), {"per_param", "per_module", "safetensors_copy", "sharded", "dcp"}),
-        (("resave",), {"streaming", "safetensors_copy", "safetensors_mmap", "sharded"}),
-        (("resave", "packages"), {"streaming"}),
-    ],
-    ids=["none", "weighin", "resave", "resave, packages"],
-)
-def test_what_is_not_allowed_is_not_named(allow: tuple[str, ...], refused: set[str]) -> None:
-    names = asks(advised(8 * GIB, allow=allow)).keys()
-    assert not names & refused
-    assert "baseline" in names
-
-
-def test_a_checkpoint_of_ones_own_layout_needs_no_saving_again_but_for_others(
-    asked: Asked, tmp_path: Path
-) -> None:
-    file = saved(tmp_path / "x.safetensors")
-    named = asks(advised(8 * GIB, checkpoint=file))
-    formats = {one.cell.strategy: one.cell.format for one in asked[0]}
-    assert (formats["streaming"], formats["safetensors_copy"]) == ("safetensors", "safetensors")
-    assert named["streaming"] == ("weighin",)
-    assert named["safetensors_copy"] == ("safetensors",)
-    assert named["baseline"] == ("saved as pt",)
-    resaved = advised(8 * GIB, checkpoint=file, allow=("resave",))
-    assert resaved.best
-    assert resaved.best.format == "pt"
-    assert "load_model(build_model, 'weights.pt')" in resaved.code
-    assert any(f"weighin convert {file} weights.pt --format pt" in note for note in resaved.notes)
 
 
 def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(
@@ -223,50 +208,18 @@ def test_a_strategy_that_cannot_be_written_out_is_named_by_its_file(
     )
 
 
-def test_a_checkpoint_without_its_model_says_that_it_knows_less_and_why(tmp_path: Path) -> None:
-    file = saved(tmp_path / "weights.pt")
-    alone = advised(8 * GIB, model=registry.model(str(file)), checkpoint=file)
-    (note,) = alone.as_json()["notes"]
-    assert note.startswith("weights.pt is a checkpoint without the code of its model")
-    assert note.endswith(f"weighin recommend --model package:builder --checkpoint {file}")
-    assert note in " ".join(printed(alone).split())
-    known = advised(8 * GIB, checkpoint=file)
-    assert "leaves out" not in printed(known)
-    assert known.as_json()["notes"] == []
-
-
 def test_a_phrase_with_brackets_is_no_markup() -> None:
     advice = advised(8 * GIB)
     odd = replace(advice.candidates[0], why="[red]odd[/red]")
     assert "[red]odd[/red]" in printed(replace(advice, candidates=(odd,)))
 
 
-def folder_of(path: Path, **config: Any) -> PretrainedFolder:
-    (path / "config.json").write_text(json.dumps(config))
-    save_file({"w": torch.zeros(2)}, path / "model.safetensors")
-    return read_folder(path)
-
-
-def test_a_folder_is_loaded_by_one_call_where_other_strategies_are_no_faster(
-    tmp_path: Path,
-) -> None:
-    folder = folder_of(tmp_path, architectures=["LlamaForCausalLM"], model_type="llama")
-    found = advised(model=spec_of(folder), checkpoint=folder.checkpoint)
-    first = found.candidates[0]
-    assert (first.strategy, first.asks) == ("transformers", ())
-    assert "LlamaForCausalLM.from_pretrained(" in found.code
-    named = asks(found)
-    assert named["safetensors_mmap"] == ("code that builds the model",)
-    assert named["streaming"] == ("weighin",)
-
-
 def test_the_conversion_of_a_folder_is_with_the_class_the_trust_and_the_adapter_that_were_asked_for(
     tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     code = {"AutoModel": "own.BertModel"}
-    folder = folder_of(
-        tmp_path, architectures=["BertForMaskedLM"], model_type="bert", auto_map=code
-    )
+    folder = folder_of("bert", architectures=["BertForMaskedLM"], model_type="bert", auto_map=code)
     model = spec_of(folder)
     model = replace(model, kwargs={**model.kwargs, "architecture": "BertModel", "code": "trusted"})
     monkeypatch.setattr(hugging_face_folder, "adapter_of", lambda _: tmp_path / "lora")

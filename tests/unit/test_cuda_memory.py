@@ -80,16 +80,22 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
             thread.join(60)
 
 
-def test_the_context_comes_first_and_each_call_names_the_device(allocator: Allocator) -> None:
-    memory = CudaMemory(DEVICE)
+@pytest.mark.parametrize("device", [torch.device("cuda", 1), torch.device("cuda")], ids=str)
+def test_the_context_comes_first_and_each_call_names_the_device(
+    allocator: Allocator, device: torch.device
+) -> None:
+    """A device without an index is the first."""
+    named = allocator.device = torch.device("cuda", device.index or 0)
+    memory = CudaMemory(device)
+    assert memory.device == named
     assert allocator.calls == [
-        ("set_device", 1), ("zeros", DEVICE), ("synchronize", DEVICE), ("empty_cache", None),
-        ("reset_peak_memory_stats", DEVICE),
+        ("set_device", named.index), ("zeros", named), ("synchronize", named), ("empty_cache", None),
+        ("reset_peak_memory_stats", named),
     ]  # fmt: skip
     allocator.calls.clear()
     memory.synchronize()
     memory.reset()
-    assert allocator.calls == [("synchronize", DEVICE), ("reset_peak_memory_stats", DEVICE)]
+    assert allocator.calls == [("synchronize", named), ("reset_peak_memory_stats", named)]
 
 
 def test_the_figures_of_a_phase_are_the_allocators_own(allocator: Allocator) -> None:
@@ -110,13 +116,6 @@ def test_the_timeline_is_what_the_driver_and_the_allocator_hold(allocator: Alloc
     assert [point[1:] for point in points] == [(512, 100), (512, 300)]
     assert before_ns <= points[0][0] <= points[1][0] <= time.monotonic_ns()
     assert memory.take_timeline() == []
-
-
-def test_a_device_without_an_index_is_the_first(allocator: Allocator) -> None:
-    allocator.device = torch.device("cuda", 0)
-    memory = CudaMemory(torch.device("cuda"))
-    assert memory.device == torch.device("cuda", 0)
-    assert allocator.calls[0] == ("set_device", 0)
 
 
 @pytest.mark.parametrize("total", [84_974_239_744, 25_393_692_672, 8 * GIB + 1, 1000 * GIB])

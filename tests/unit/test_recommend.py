@@ -30,15 +30,10 @@ from weighin.units import GIB, MIB
 
 MODEL = 4 * GIB
 SPEEDS = Speeds(
-    read_bytes_per_s=GIB,
-    read_direct_bytes_per_s=2 * GIB,
-    map_bytes_per_s=GIB // 2,
-    fault_bytes_per_s=4 * GIB,
-    copy_bytes_per_s=8 * GIB,
-    init_bytes_per_s=GIB // 2,
-    archive_s=0.001,
-    module_s=0.002,
-)
+    read_bytes_per_s=GIB, read_direct_bytes_per_s=2 * GIB, map_bytes_per_s=GIB // 2,
+    fault_bytes_per_s=4 * GIB, copy_bytes_per_s=8 * GIB, init_bytes_per_s=GIB // 2,
+    archive_s=0.001, module_s=0.002,
+)  # fmt: skip
 
 
 def info(name: str) -> StrategyInfo:
@@ -49,16 +44,10 @@ def prediction(name: str, copies: float, *, mapped: bool = False) -> Prediction:
     anon = 150 * MIB + round(copies * MODEL)
     work = Work(mapped_bytes=MODEL) if mapped else Work(read_bytes=MODEL, fresh_bytes=MODEL)
     return Prediction(
-        Cell(ModelSpec("m", "a:b"), name, "process"),
-        model_bytes=MODEL,
-        baseline_anon_bytes=150 * MIB,
-        host_anon_peak_bytes=anon,
-        tensor_peak_bytes=anon - 150 * MIB,
-        host_file_peak_bytes=MODEL + 80 * MIB if mapped else 80 * MIB,
-        floor_bytes=anon + 16 * MIB,
-        disk_read_bytes=MODEL,
-        work=work,
-    )
+        Cell(ModelSpec("m", "a:b"), name, "process"), model_bytes=MODEL, disk_read_bytes=MODEL, work=work,
+        baseline_anon_bytes=150 * MIB, host_anon_peak_bytes=anon, tensor_peak_bytes=anon - 150 * MIB,
+        host_file_peak_bytes=MODEL * mapped + 80 * MIB, floor_bytes=anon + 16 * MIB,
+    )  # fmt: skip
 
 
 def judged(
@@ -198,9 +187,7 @@ def test_a_measurement_that_agrees_moves_no_verdict(apart: int) -> None:
 
 
 def test_measured_loads_say_how_slow_the_machine_is() -> None:
-    nothing = replace(
-        prediction("x", 0.0), model_bytes=0, work=Work()
-    )  # takes no time, as predicted
+    nothing = replace(prediction("x", 0.0), model_bytes=0, work=Work())  # it takes no time
     loads = [(prediction("x", copies), Evidence(ready_s={None: [9.0]})) for copies in (1.0, 2.0)]
     quiet_s = predicted_ready_s(loads[0][0], SPEEDS)
     assert slowness([*loads, (nothing, loads[0][1])], SPEEDS) == pytest.approx(9.0 / quiet_s)

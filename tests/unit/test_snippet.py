@@ -1,6 +1,5 @@
 """The code to paste runs as it stands, in a fresh interpreter that has torch and what it names."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
@@ -137,11 +136,6 @@ def test_the_snippet_of_a_strategy_of_ours_runs_with_us(
     run(tmp_path, "streaming", "pt", torch_fork_server)
 
 
-def test_a_snippet_is_the_strategys_own_code(same: Compare) -> None:
-    text = snippet(registry.strategy("meta_copy"), checkpoint="x.pt")
-    same("snippet.txt", text[text.index("def load_model") :])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mmap_assign", "load_assign", "meta_copy", "safetensors_mmap"])
 def test_the_code_for_a_plain_model_has_no_helpers_and_is_right(
@@ -171,47 +165,36 @@ def test_no_strategy_for_gpus_alone_imports_us() -> None:
 
 
 HEAD = "import torch\nfrom weighin.strategy import assign, load_streaming, retie, tied_names\n\n\n"
-CANNOT = {
-    "load() passes on the whole job object": "def load(job):\n    return helper(job)\n",
-    "load() takes its job in another way than as a plain argument": "def load(job, /):\n    return job.build_model()\n",
-    "it uses what pasted code does not have: SIZE": "SIZE = 3\n\n\ndef load(job):\n    return job.build_model()[:SIZE]\n",
-    "load() is no Python without its job": "def load(job):\n    if job.folder:\n        return None\n",
-}
-"""Why code cannot be written out, and code."""
+TIES = "    model = job.build_model()\n    tied = tied_names(model)"
+CODE = {
+    "it passes on the whole job": "def load(job):\n    return helper(job)\n",
+    "the job is no plain argument": "def load(job, /):\n    return job.build_model()\n",
+    "it uses a name of its file": "SIZE = 3\n\n\ndef load(job):\n    return job.build_model()[:SIZE]\n",
+    "it is no Python without its job": "def load(job):\n    if job.folder:\n        return None\n",
+    "it uses the tied names in a way of its own":
+        f"{HEAD}def load(job):\n{TIES}\n    if tied:\n        retie(model, tied)\n    return model\n",
+    "a comment is no use of the tied names":
+        f"{HEAD}def load(job):\n{TIES}  # the tied names\n    retie(model, tied)\n    return model  # none of the tied names is missing\n",
+    "it imports the loader as it is documented":
+        f"{HEAD}def load(job):\n    return load_streaming(job.build_model, job.checkpoint, device=job.device)\n",
+}  # fmt: skip
 
 
-def written(folder: Path, code: str, **more: Any) -> str:
+def written(folder: Path, code: str) -> str:
     (path := folder / "mine.py").write_text(code)
-    return snippet(registry.read_strategy(path), is_mixed=False, **more)
+    return snippet(registry.read_strategy(path), is_mixed=False, computes_buffers=False)
 
 
-@pytest.mark.parametrize("why", CANNOT)
-def test_what_cannot_be_written_out_says_why(tmp_path: Path, why: str) -> None:
-    with pytest.raises(CannotWriteOut, match=f"^{re.escape(why)}$"):
-        written(tmp_path, CANNOT[why])
-
-
-TIES = "    model = job.build_model()\n    tied = tied_names(model){}\n"
-
-
-@pytest.mark.parametrize(
-    ("body", "has", "lacks"),
-    [
-        (TIES.format("") + "    if tied:\n        retie(model, tied)\n    return model\n",
-         ["def retie(", "    if tied:\n        retie(model, tied)\n"], []),
-        (TIES.format("  # the tied names") + "    retie(model, tied)\n    return model  # none of the tied names is missing\n",
-         [], ["def retie", "= tied_names"]),
-        ("    return load_streaming(job.build_model, job.checkpoint, device=job.device)\n",
-         ["\nfrom weighin import load_streaming\n"], ["weighin.strategy"]),
-    ],
-    ids=["tied names in a way of its own", "a comment is no use", "imports as documented"],
-)  # fmt: skip
-def test_code_has_the_helpers_that_it_uses(
-    tmp_path: Path, body: str, has: list[str], lacks: list[str]
-) -> None:
-    text = written(tmp_path, f"{HEAD}def load(job):\n{body}", computes_buffers=False)
-    assert [part for part in has if part not in text] == []
-    assert [part for part in lacks if part in text] == []
+def test_what_is_written_out_and_why_not(tmp_path: Path, same: Compare) -> None:
+    ours = snippet(registry.strategy("meta_copy"), checkpoint="x.pt")
+    texts = [f"# the strategy's own code\n\n{ours[ours.index('def load_model') :]}"]
+    for what, code in CODE.items():
+        try:
+            text = written(tmp_path, code)
+        except CannotWriteOut as error:
+            text = f"cannot: {error}\n"
+        texts.append(f"# {what}\n\n{text}")
+    same("snippets.txt", "\n\n".join(texts))
 
 
 OTHER_CASE = """def load(job):
@@ -238,7 +221,7 @@ OTHER_CASE = """def load(job):
 def test_the_other_case_of_a_folder_stays(tmp_path: Path, start: str, quote: str) -> None:
     """Also where a helper has another name, and with both kinds of quotes."""
     code = HEAD + OTHER_CASE.format(quote=quote, start=start)
-    text = written(tmp_path, code, computes_buffers=False)
+    text = written(tmp_path, code)
     torch.save((net := torch.nn.Linear(2, 2)).state_dict(), tmp_path / "w.pt")
     names: dict[str, Any] = {}
     exec(text, names)
