@@ -177,8 +177,9 @@ def keys_of(name: str) -> str:
     kind, keys = _KINDS[name]
     verb = "bench" if name == "suite" else "run"
     lines, told = ["| key (default) | meaning |", "|---|---|"], []
+    fields = {field.alias or name: field for name, field in kind.model_fields.items()}
     for key in keys:
-        field = kind.model_fields[key]
+        field = fields[key]
         if names := _options(key, field, verb):
             told.append(
                 f"`{key}`" if f"--{key.replace('_', '-')}" in names else f"`{key}` (`{names[0]}`)"

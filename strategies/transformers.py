@@ -34,6 +34,8 @@ def load(job: Load) -> torch.nn.Module:
         kind = pretrained_class(**job.pretrained)
         arguments = from_pretrained_arguments(job.checkpoint)
         arguments |= arguments_to_dequantise(job.checkpoint)
-        model: torch.nn.Module = kind.from_pretrained(**arguments, dtype=job.dtype, **job.options)
+        model: torch.nn.Module = kind.from_pretrained(
+            **arguments, torch_dtype=job.dtype, **job.options
+        )
     with job.phase("move"):
         return model.to(job.device)

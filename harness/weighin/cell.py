@@ -41,6 +41,9 @@ _PHASE: Final = "use: "  # the name of a strategy's phase has no colon
 SYNTHESISED: Final = "weighin.models.synthesised:from_tensors"
 """The builder that makes a model from the names and shapes of a checkpoint's tensors."""
 
+LATEST: Final = "latest"
+"""In place of a release: the newest of each package that the strategy needs."""
+
 BODY_PLUGIN: Final = "weighin-body"
 """The name of the pytest plugin that records phases when a measured process runs a test."""
 
@@ -89,6 +92,7 @@ class Cell:
     disk_bytes_per_s: int | None = None
     disk_latency_ns: int | None = None
     use: str = ""
+    releases: str = ""
 
     @classmethod
     def of_command(
@@ -122,8 +126,10 @@ class Cell:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The cell's environment variables as sorted texts: ("MALLOC_ARENA_MAX=2",)."""
-        return tuple(one_line(f"{name}={one}") for name, one in sorted(self.environment.items()))
+        """The cell's releases and environment variables as texts: ("with=torch==2.9", "MALLOC_ARENA_MAX=2")."""
+        given = {"with": self.releases} if self.releases else {}
+        given |= dict(sorted(self.environment.items()))
+        return tuple(one_line(f"{name}={one}") for name, one in given.items())
 
     @property
     def disk(self) -> tuple[str, ...]:
@@ -154,7 +160,8 @@ class Body:
 class Job:
     """A cell, with the files that its worker (measured process) reads: their paths as the worker sees
     them. ``rank`` is None for the worker that starts several ranks, or is alone. ``parent`` is the pid of the
-    worker's parent; 0 in a container, which has pids of its own.
+    worker's parent; 0 in a container, which has pids of its own. ``files_manifest`` lists the tensors as the files
+    have them, for another release of a library, whose models may have other tensors than here.
     """
 
     cell: Cell
@@ -168,6 +175,7 @@ class Job:
     rank: int | None = None
     use_path: str = ""
     parent: int = 0
+    files_manifest: str = ""
 
 
 def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:

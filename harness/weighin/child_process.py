@@ -38,6 +38,12 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", name, *arguments)
 
 
+def path_of_worker(python: str) -> str:
+    """Return PYTHONPATH of a worker: in an environment of ``run.releases``, only the folder with the link to weighin's code."""
+    is_here = python == sys.executable
+    return os.pathsep.join(CODE_PATH) if is_here else f"{python.removesuffix('bin/python')}code"
+
+
 def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dict[str, str]:
     """Return this process's environment, in which a child finds ``python_path`` and weighin's code."""
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep) if inherit else []

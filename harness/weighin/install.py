@@ -3,6 +3,7 @@ or wheel of this weighin, or else from the repository, so that it need not be on
 """
 
 import json
+import re
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -35,3 +36,8 @@ def command(*extras: str, anywhere: bool = False) -> str:
 
 def upgrade() -> str:
     return command(anywhere=True).replace("pip install", "pip install --upgrade")
+
+
+def requirements_in(choice: str) -> list[str]:
+    """Split at the commas between requirements, and not at those inside of one: ``a>=1,<2,b``."""
+    return [one.strip() for one in re.split(r",(?=\s*[A-Za-z])", choice) if one.strip()]

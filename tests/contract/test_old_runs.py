@@ -41,7 +41,7 @@ def test_bench_measures_the_rest_of_an_old_run() -> None:
     old, (new,) = _resume("bench")
     assert [one["cell"]["repeat"] for one in old] == [0, 0, 1]
     assert (new["cell"]["strategy"], new["outcome"]) == ("per_param", "ok")
-    assert new["cell"] == old[1]["cell"] | {"repeat": 1}
+    assert new["cell"] == old[1]["cell"] | {"repeat": 1, "releases": ""}
 
 
 def _later() -> None:
@@ -63,7 +63,7 @@ def test_run_measures_the_rest_of_an_old_run_once(change: Callable[[], object]) 
     change()
     (old,), (new,) = _resume("run")
     assert new["outcome"] == "ok"
-    assert new["cell"] == old["cell"] | {"repeat": 1}
+    assert new["cell"] == old["cell"] | {"repeat": 1, "releases": ""}
     assert len(new["ran"]["marks"]) == len(old["ran"]["marks"]) == 1
     assert _resume("run")[1] == []
 

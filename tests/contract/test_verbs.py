@@ -10,8 +10,8 @@ import pytest
 from outside import verbs, weighin
 from snapshots import Compare
 
-ELSEWHERE = {"report", "compare", "check", "history", "recommend", "predict"}
-"""Verbs whose documents other files of this folder keep."""
+ELSEWHERE = {"bisect", "report", "compare", "check", "history", "recommend", "predict"}
+"""Verbs whose documents other files keep: of this folder, and integration/test_releases."""
 HERE = {"doctor", "list", "bench", "run", "floor", "inspect", "convert", "cache"}
 
 KEPT = (

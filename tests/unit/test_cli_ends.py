@@ -179,8 +179,8 @@ def names() -> list[str]:
 @pytest.mark.parametrize(
     ("answer", "line", "question", "code", "said", "left"),
     [
-        (True, "", "Delete 2 checkpoints (3.906 KiB)?", 0, "deleted 2 checkpoints, freed 3.906 KiB\n", []),
-        (False, "tied-tiny", "Delete 1 checkpoint (1000 B)?", 1, "note: nothing was deleted\n", BOTH),
+        (True, "", "Delete 2 entries (3.906 KiB)?", 0, "deleted 2 entries, freed 3.906 KiB\n", []),
+        (False, "tied-tiny", "Delete 1 entry (1000 B)?", 1, "note: nothing was deleted\n", BOTH),
     ],
     ids=["yes", "no"],
 )  # fmt: skip
@@ -200,11 +200,11 @@ def test_on_a_terminal_the_answer_decides_what_is_deleted(
 
 @pytest.mark.usefixtures("_cached")
 def test_with_yes_nothing_is_asked() -> None:
-    deleted = "deleted 1 checkpoint, freed 2.930 KiB\n"
+    deleted = "deleted 1 entry, freed 2.930 KiB\n"
     assert typed("cache clear gpt2-tiny --yes") == (0, deleted)
     assert names() == BOTH[1:]
     typed("cache clear -y")
-    assert typed("cache clear") == (0, "deleted 0 checkpoints, freed 0 B\n")
+    assert typed("cache clear") == (0, "deleted 0 entries, freed 0 B\n")
 
 
 LINES = (

@@ -31,7 +31,7 @@ from weighin.predict import client
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer
 from weighin.records import run_folder
-from weighin.run import runner
+from weighin.run import releases, runner
 from weighin.settings.definition import COMMANDS, KEYS, MODELS
 from weighin.units import GIB, MIB
 
@@ -44,12 +44,13 @@ VERBS = {
         "report": "report runs/a --format csv", "compare": "compare runs/a runs/b",
         "check": "check runs/a --budget 'peak_rss <= 2 x model' --all", "history": "history runs",
         "recommend": "recommend gpt2-tiny --ram 3g",
+        "bisect": "bisect gpt2-tiny -s streaming --package torch --from 1.0 --isolation process --out tried",
         "predict": "predict gpt2-tiny --strategies streaming,safetensors_mmap", "inspect": "inspect model.pt",
         "convert": "convert model.pt new.safetensors", "cache list": "cache list", "cache clear": "cache clear --yes",
     }.items()
 }  # fmt: skip
 """A whole command for each verb, in the folder that ``_prepared`` makes."""
-TABLES = sorted(VERBS.keys() - {"bench", "run", "floor", "convert", "cache clear"})
+TABLES = sorted(VERBS.keys() - {"bench", "run", "floor", "bisect", "convert", "cache clear"})
 _BESIDE_WORDS = re.compile(r"[\s:─━]+")
 _FIGURE = re.compile(r"\d+\.\d+")
 NOT_IN_BLOCKS = {"strategy", "before", "mous", "quested", "cated", "served"}
@@ -75,12 +76,15 @@ def _prepared(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine", lambda: doctor.Examination(found))
     monkeypatch.setattr(runner, "run", _run)
     monkeypatch.setattr(runner, "search", _search)
+    monkeypatch.setattr(releases, "between", lambda *_: ["1.0", "1.1"])
     for module in (client, answer):
         monkeypatch.setattr(module, "predict", _predict)
 
 
 def _run(task: Run, _: Any) -> Any:
     results = [make_result(make_cell("streaming")), make_result(make_cell("safetensors_copy"))]
+    if task.planned[0].cell.releases:
+        results = [make_result(task.planned[0].cell)]
     if task.settings.commands:
         results = [make_ran(planned.cell) for planned in task.planned]
     run_of(task.folder, *results)

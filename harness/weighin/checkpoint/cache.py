@@ -248,8 +248,8 @@ def clear(name: str | None = None) -> list[dict[str, Any]]:
 
 
 def _entries(name: str | None) -> list[Path]:
-    models = temporary_folders.folder() / "models"
-    found = sorted(models.iterdir()) if models.is_dir() else []
+    roots = (temporary_folders.folder() / one for one in ("models", temporary_folders.ENVIRONMENTS))
+    found = [entry for root in roots for entry in sorted(root.glob("[!.]*"))]
     # A symbolic link could lead out of the cache.
     entries = [entry for entry in found if entry.is_dir() and not entry.is_symlink()]
     chosen = [e for e in entries if name in (None, e.name, e.name.rpartition("-")[0])]
@@ -270,7 +270,9 @@ def _checkpoints(entry: Path) -> Iterator[tuple[datetime, dict[str, Any]]]:
         stored = {
             "name": entry.name,
             "format": "index" if marker == manifest else marker.stem,
-            "bytes": sum(size for size, _ in _states(files).values()),
+            "bytes": sum(
+                one.lstat().st_size for one in (files, *files.rglob("*")) if one.is_file()
+            ),
             "last_used": used.isoformat(timespec="seconds"),
             "path": str(files),
         }

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
+from typing import Final
 from uuid import uuid4
 
 from weighin.errors import ConfigError
 from weighin.files import try_lock
 from weighin.units import format_bytes
+
+ENVIRONMENTS: Final = "environments"  # with other releases of packages (``weighin.run.releases``)
 
 
 def folder() -> Path:

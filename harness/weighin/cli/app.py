@@ -34,8 +34,9 @@ def _load(name: str) -> click.Command:
 def keys_of_a_suite() -> list[tuple[str, str]]:
     from weighin.settings.definition import COMMANDS, KEYS, MODELS, Settings
 
-    keys = dict.fromkeys((*KEYS[MODELS], *KEYS[COMMANDS]))
-    return [(key, Settings.model_fields[key].description or "") for key in keys]
+    keys = {*KEYS[MODELS], *KEYS[COMMANDS]}
+    named = {one.alias or name: one for name, one in Settings.model_fields.items()}
+    return [(key, one.description or "") for key, one in named.items() if key in keys]
 
 
 def figures() -> list[tuple[str, str]]:
@@ -52,7 +53,7 @@ def figures() -> list[tuple[str, str]]:
     cls=Verbs,
     panels={
         "Before a run": ("doctor", "list"),
-        "Measure": ("bench", "run", "floor"),
+        "Measure": ("bench", "run", "floor", "bisect"),
         "Read and compare": ("report", "compare", "check", "history"),
         "Choose": ("recommend", "predict"),
         "Checkpoints": ("inspect", "convert", "cache"),

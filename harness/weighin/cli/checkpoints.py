@@ -169,7 +169,7 @@ def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
     model = typed["model"]
     chosen = cache.list_entries(model)
     size = format_bytes(sum(one["bytes"] for one in chosen))
-    counted = f"{len(chosen)} checkpoint{'s' * (len(chosen) != 1)}"
+    counted = f"{len(chosen)} {'entry' if len(chosen) == 1 else 'entries'}"
     if chosen and not typed["yes"]:
         if not sys.stdin.isatty():
             raise ConfigError(

@@ -242,7 +242,7 @@ def _end_of_command(context: click.Context, task: "Run", result: "Result") -> No
         measured = Measured.of(task.folder, run_folder.read(task.folder))
         _console.deliver(target, as_json(measured, ()))
     # A late shell whose child was killed just before it may end with 0.
-    failed = 128 + signal.SIGKILL if result.outcome == "timeout" else 1
+    failed = {"timeout": 128 + signal.SIGKILL, "skipped": 4}.get(result.outcome, 1)
     context.exit(0 if result.outcome == "ok" else result.exit_code or failed)
 
 
@@ -263,11 +263,14 @@ def _end(context: click.Context, results: "Sequence[Result]") -> None:
 
 
 def exit_code_of(results: "Sequence[Result]") -> int:
-    """Return 5 if an outcome is in ``BROKEN``, else 4 if a measurement could not be made, else 0."""
+    """Return 5 if an outcome is in ``BROKEN``, else 4 if a measurement or an installation failed, else 0."""
     from weighin.result import BROKEN, Outcome
 
     outcomes = {result.outcome for result in results}
-    return 5 if outcomes & {*BROKEN} else 4 * (Outcome.MEASUREMENT_FAILED in outcomes)
+    has_failed = Outcome.MEASUREMENT_FAILED in outcomes or any(
+        one.cell.releases and one.outcome == Outcome.SKIPPED for one in results
+    )
+    return 5 if outcomes & {*BROKEN} else 4 * has_failed
 
 
 def broken(results: "Sequence[Result]") -> list[str]:

@@ -133,8 +133,9 @@ def _split(runs: Sequence[Group], by: str) -> list[Group]:
     def value(result: Result) -> str:
         if by == "machine":
             return fingerprint(result.environment)
-        name = "git_commit" if by == "commit" else by
-        return str(settings_of([result.environment]).get(name, "not set"))
+        settings = settings_of([result.environment])
+        names = ("git_commit" if by == "commit" else by, f"releases.{by}", f"packages.{by}")
+        return str(next((settings[name] for name in names if name in settings), "not set"))
 
     parts = [
         (key, replace(run, results=results))

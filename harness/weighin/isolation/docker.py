@@ -161,7 +161,7 @@ class DockerIsolation(Isolation):
             variables |= {"PATH": os.environ.get("PATH", os.defpath), "HOME": _TMP}
             if is_worker:
                 variables |= environment.settings() | {"PYTHONDONTWRITEBYTECODE": "1"}
-                variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
+                variables["PYTHONPATH"] = child_process.path_of_worker(command[0])
             libraries = (variables | cell.environment).get("LD_PRELOAD", "").replace(":", " ")
             binds = visible.binds([*visible.of_machine(), *libraries.split()], [folder, *mounts])
         written = (folder, os.path.realpath(folder)) if folder else ()

@@ -135,7 +135,7 @@ class Started(Running):
         if is_worker:
             # If weighin itself is measured, its worker must not report to the outer weighin.
             variables.pop(PHASES_VARIABLE, None)
-            variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
+            variables["PYTHONPATH"] = child_process.path_of_worker(command[0])
         try:
             self._popen = self._start(command, variables, folder, streams, is_worker)
         except BaseException:

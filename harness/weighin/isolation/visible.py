@@ -61,7 +61,7 @@ def of_job(job: Job) -> Iterator[str]:
         yield from map(str, formats.files(checkpoint) if is_index else [checkpoint])
         if library_of(job.cell.model.builder):  # from_pretrained reads them
             yield from map(str, folder_of(checkpoint).glob("*.json"))
-    yield from (job.manifest, job.strategy_path, job.use_path, *job.python_path)
+    yield from (job.manifest, job.files_manifest, job.strategy_path, job.use_path, *job.python_path)
 
 
 def binds(seen: Iterable[str], fixed: Iterable[str] = ()) -> dict[str, str]:

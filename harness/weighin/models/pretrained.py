@@ -299,7 +299,8 @@ def example_inputs(
     name = kind.main_input_name
     inputs: dict[str, torch.Tensor] = {}
     if name == "input_ids":
-        words = getattr(settings.get_text_config(), "vocab_size", 2)
+        of_text = getattr(settings, "get_text_config", lambda: settings)()  # since 4.45
+        words = getattr(of_text, "vocab_size", 2)
         inputs[name] = torch.arange(1, 9).unsqueeze(0) % max(2, words)
     elif name == "input_values":
         inputs[name] = torch.linspace(-1, 1, 16_000).unsqueeze(0)  # one second of sound

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from weighin.cell import FORK, FORWARD, NONE, TO_DEVICE, Cell, ModelSpec
+from weighin.cell import FORK, FORWARD, LATEST, NONE, TO_DEVICE, Cell, ModelSpec
 from weighin.errors import ConfigError, HarnessError
 from weighin.isolation.base import Isolation
 from weighin.plan.task import Demand, Node, Planned, check_machines, choose
@@ -96,6 +96,7 @@ def cells_of(
         "disk_latency_ns": settings.disk_latency,
         "ranks": settings.ranks,
         "environment": settings.environment,
+        "releases": settings.releases,
     }
     inner = (*axes.values(), registry.chosen_uses(settings.uses), strategies)
     found: dict[str, Planned] = {}
@@ -149,7 +150,8 @@ def _obstacles(
         of_gguf = registry.missing_packages(("gguf", "accelerate"))  # transformers imports them
     obstacles: list[tuple[object, str]] = [
         (cell.format not in info.formats, f"{name} does not {'write' if is_save else 'read'} {cell.format}, only {able}"),
-        (of_gguf, f"{name} of a GGUF file {of_gguf}"),
+        (of_gguf and not cell.releases, f"{name} of a GGUF file {of_gguf}"),
+        (cell.releases == LATEST and not info.packages, f"{name} needs no package that could be the latest"),
         (cell.use and cell.ranks > 1, f"the use {cell.use} is measured in one process: --ranks 1"),
         (cell.use in (TO_DEVICE, FORK) and kind != "cpu", f"the use {cell.use} needs a model on the CPU"),
         (info.shares_load and cell.ranks == 1, f"{name} divides a load: it needs --ranks 2 or more"),
@@ -168,7 +170,8 @@ def _obstacles(
         ]
     is_other = is_of_folder and own_format and cell.format != own_format
     of_folder = f"{name} loads only the folder's own files, of format {own_format}"
-    return [*obstacles, (info.missing, f"{name} {info.missing}"), (is_other, of_folder)]
+    missing = "" if cell.releases else info.missing
+    return [*obstacles, (missing, f"{name} {missing}"), (is_other, of_folder)]
 
 
 def _of_this_run(

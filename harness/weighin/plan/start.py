@@ -21,7 +21,7 @@ from pathlib import Path
 from shlex import join
 from typing import Final, Literal
 
-from weighin.cell import Cell
+from weighin.cell import LATEST, Cell
 from weighin.checkpoint import temporary_folders
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
@@ -56,7 +56,7 @@ def start(
         labels += ["saving"] * (settings.operation == "save")
     limits = [format_exact(limit) for limit in settings.ram if limit is not None]
     labels += limits if settings.within is None else ["floor"]
-    folder = folder or _new_folder(labels)
+    folder = folder or new_folder(labels)
     if not (ours := run_folder.in_shard(planned, settings.shard)):
         raise ConfigError(
             f"shard {settings.shard}: the plan has only {len(planned)} cells",
@@ -104,6 +104,13 @@ def _plan_commands(
 ) -> tuple[list[Planned], Isolation, str]:
     if settings.image and settings.isolation not in ("auto", "docker"):
         raise ConfigError("--image needs --isolation docker", "leave out --isolation or --image")
+    if settings.image and any(settings.releases):
+        raise ConfigError("--with has no effect in an image", "install the release in the image")
+    if LATEST in settings.releases:
+        raise ConfigError(
+            "--with latest: of which package, weighin cannot know of a command",
+            "name it, without a release: --with transformers",
+        )
     # Else the program is in the image or on another node.
     is_here = not (settings.isolation == "docker" or settings.image or nodes)
     for command in settings.commands:
@@ -125,9 +132,11 @@ def _plan_commands(
             repeat=repeat,
             environment=dict(command.environment),
             cache="cold" if command.cold else "as found",
+            releases=choice,
         )
         for repeat in range(settings.repeats)
         for limit in dict.fromkeys(settings.ram)
+        for choice in settings.releases
         for command in settings.commands
     )
     return list(map(Planned, cells)), isolation, note
@@ -166,6 +175,7 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
     """Return what a plan names that is neither part of weighin nor installed: of a plan of commands, each."""
     address = settings.engine.get("address")  # Ray unpickles, and so runs, what a cluster sends
     found = [("Ray cluster", "" if address == "auto" else address), ("image", settings.image)]
+    found += [("packages from the index", cell.releases) for cell in cells]
     if settings.commands:
         found += [("command", join(cell.command)) for cell in cells]
     else:
@@ -227,7 +237,7 @@ def _own_plans(mode: Literal["r", "a"]) -> FileIO:
     raise PermissionError
 
 
-def _new_folder(labels: Sequence[str]) -> Path:
+def new_folder(labels: Sequence[str]) -> Path:
     """Return ``results/TIME-LABELS``, or a folder below a new temporary one if none can be made here."""
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S")]
     words += [re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "unnamed" for label in labels]

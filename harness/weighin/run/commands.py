@@ -18,7 +18,7 @@ from weighin.isolation.base import Isolation, Running
 from weighin.isolation.process import PASSED
 from weighin.phase_reporter import SOCKET
 from weighin.plan.start import files_in
-from weighin.plan.task import Planned, Run
+from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import cgroup
 from weighin.program_phases import VARIABLE
 from weighin.records import explanation
@@ -45,6 +45,7 @@ class CommandSpec(Spec):
         self._own = settings.command(cell.strategy)
         super().__init__(cell, settings, files_in(self._own.cold) if self._own.cold else ())
         self.asked_to_end = False
+        self.python = ""  # of the releases that were asked for
         if settings.ready or settings.ready_url:
             self.readiness = Readiness(settings.ready_url)
         self._running: Running | None = None  # gets the signals
@@ -65,6 +66,9 @@ class CommandSpec(Spec):
 
     def start(self, isolation: Isolation, folder: Path) -> Running:
         environment = self.cell.environment | {VARIABLE: str(folder / SOCKET)}
+        if self.python:
+            path = environment.get("PATH") or os.environ.get("PATH", os.defpath)
+            environment["PATH"] = f"{Path(self.python).parent}{os.pathsep}{path}"
         cell, mounts = replace(self.cell, environment=environment), self.settings.mounts
         streams, where = self._output.streams, self.settings.cwd
         running = isolation.start(cell, cell.command, where, streams, (*mounts, str(folder)))
@@ -228,7 +232,9 @@ def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
     return ""
 
 
-def take(task: Run, planned: Planned, known_environment: Mapping[str, Any]) -> Measured:
+def take(
+    task: Run, progress: Progress, planned: Planned, known_environment: Mapping[str, Any]
+) -> Measured:
     """Run one command; a signal that broke it off raises Interrupted, unless it is all that there is to measure."""
     cell, settings = planned.cell, task.settings
     is_search = settings.within is not None
@@ -237,6 +243,14 @@ def take(task: Run, planned: Planned, known_environment: Mapping[str, Any]) -> M
         timeout_s = round(10 * (first.ready_ns or 0) / 1e9 + 30, 1)
         settings = settings.model_copy(update={"timeout_s": timeout_s})
     spec = CommandSpec(cell, settings)
+    if cell.releases:
+        from weighin.run import releases  # takes time to import
+
+        found = releases.ensure(cell.releases, (), progress.preparing)
+        if found.error:
+            return Measured(skipped(replace(planned, skip=found.error), dict(known_environment)))
+        spec.python = found.python
+        known_environment = {**known_environment, "releases": found.chosen}
     measured = measure(task.isolation, spec, known_environment, task.reference_for(cell))
     if spec.asked_to_end and (is_search or len(task.planned) > 1):
         raise Interrupted(STOPPED)

@@ -28,12 +28,15 @@ from weighin.probes.cgroup import grown
 from weighin.records import run_folder
 from weighin.records.metrics import largest
 from weighin.result import UNTIL_READY, Faults, Memory, Outcome, Peaks, Rank, Sample, Use
+from weighin.run import releases
 from weighin.run.judge import Evidence
 from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
 from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
 from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
 from weighin.stream.hugging_face_folder import files_of_adapter, folder_of
+from weighin.stream.pretrained_library import TRANSFORMERS, library_of
 from weighin.suite import registry, user_code
 from weighin.suite.registry import data_folder
 from weighin.text import few
@@ -52,6 +55,7 @@ class LoadSpec(Spec):
     """A load, a save or a test's body. A worker that is asked for ``only_baseline`` is killed when it has reported it."""
 
     only_baseline = False
+    environment: releases.Environment | None = None
 
     def __init__(
         self,
@@ -105,6 +109,9 @@ class LoadSpec(Spec):
         (folder / JOB).write_text(encode_job(job))
         mounts = [*visible.of_job(job), *job.mounts, str(folder)]
         worker = child_process.module("weighin.worker", str(folder))
+        if self.environment:
+            worker = (self.environment.python, *worker[1:])
+            mounts.append(str(self.environment.folder))
         with Path(os.devnull).open("rb") as nothing, self._end as end:
             streams = Streams(nothing.fileno(), end.fileno(), end.fileno())
             self._running = isolation.start(job.cell, worker, job.target, streams, mounts)
@@ -250,6 +257,7 @@ class Loads:
         """FormatLimit: no checkpoint can be written. ConfigError: a limit is too small to import torch."""
         self._task, self._progress = task, progress
         self._checkpoints: dict[_Key, cache.Prepared | FormatLimit] = {}
+        self._environments: dict[tuple[str, tuple[str, ...]], releases.Environment] = {}
         compile_code()
         needed = [each for each in needed if not each.skip]
         if any(each.cell.disk for each in needed):
@@ -262,6 +270,8 @@ class Loads:
                         progress.preparing(warning, None)
                 except FormatLimit as error:
                     self._checkpoints[key] = error
+            if each.cell.releases and (place := self._place(each)) not in self._environments:
+                self._environments[place] = releases.ensure(*place, progress.preparing)
         refused = {k: it for k, it in self._checkpoints.items() if isinstance(it, FormatLimit)}
         if refused and len(refused) == len(self._checkpoints):
             raise next(iter(refused.values()))
@@ -274,6 +284,8 @@ class Loads:
         key, cell, task = self._key(planned), planned.cell, self._task
         if isinstance(checkpoint := self._checkpoints[key], FormatLimit):
             return Measured(skipped(replace(planned, skip=checkpoint.message), known))
+        if (environment := self._environments.get(self._place(planned))) and environment.error:
+            return Measured(skipped(replace(planned, skip=environment.error), known))
         manifest = checkpoint.manifest()
         if checkpoint.in_place and manifest.keys and not planned.strategy.maps_keys:
             why = (
@@ -283,14 +295,21 @@ class Loads:
             )
             return Measured(skipped(replace(planned, skip=why), known))
         job, model_bytes = self._job(planned, checkpoint), manifest.model_bytes(cell.dtype)
-        if needed := planned.strategy.packages:  # versions are the same in a container as here
+        if environment:
+            known = known | {"releases": environment.chosen}
+            with suppress(HarnessError):  # of quantised weights, whose names no release changes
+                own = Path(job.checkpoint)
+                stored = registry.model(f"from:{own}")
+                found = cache.ensure(stored, cell.format, checkpoint=own, dtype=cell.dtype)
+                job = replace(job, files_manifest=str(found.manifest_path))
+        elif needed := planned.strategy.packages:  # versions are the same in a container as here
             known = known | {"packages": registry.versions(needed)}
         with ExitStack() as opened:
             if cell.operation == "save" or cell.use == SAVE:
                 job = replace(job, target=str(opened.enter_context(save_folder(model_bytes))))
             files = [*formats.files(Path(job.checkpoint)), *files_of_adapter(cell.model)]
             spec = LoadSpec(job, files, model_bytes, task.settings)
-            spec.on_phase = self._progress.phase
+            spec.on_phase, spec.environment = self._progress.phase, environment
             measured = measure(task.isolation, spec, known, task.reference_for(cell))
         if spec.changed and checkpoint.in_place:
             trouble = CheckpointError(
@@ -302,6 +321,13 @@ class Loads:
             cache.discard(checkpoint.manifest_path.parent, checkpoint.format)
             self._checkpoints[key] = self._ensure(planned)
         return measured
+
+    def _place(self, planned: Planned) -> tuple[str, tuple[str, ...]]:
+        """Return the choice of a cell's releases, and the packages that the load needs beside it."""
+        cell, needed = planned.cell, planned.strategy.packages
+        if library_of(cell.model.builder) is TRANSFORMERS:  # which imports these for some folders
+            needed += ("accelerate", *["gguf"] * (cell.format == gguf.NAME))
+        return cell.releases, needed
 
     def _key(self, planned: Planned) -> _Key:
         """Return the model, format and dtype of a cell's checkpoint: of a save, the user's, or a generated pt."""

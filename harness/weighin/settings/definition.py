@@ -26,8 +26,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from weighin.cell import FORWARD, Cell, ModelSpec
+from weighin.cell import FORWARD, LATEST, Cell, ModelSpec
 from weighin.errors import ConfigError, UnknownName
+from weighin.install import requirements_in
 from weighin.records.floor import COARSEST, Aim
 from weighin.records.run_folder import in_shard
 from weighin.stream.pretrained_library import FolderChoice, Selection
@@ -177,10 +178,28 @@ _Latencies = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_numbe
 _Limits = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_number, _parse_limit))]]
 
 
+def _check_release(choice: str) -> str:
+    """Return a choice as series name it: ``pinned`` (what is installed here) is ""."""
+    if choice in ("", "pinned", LATEST):
+        return choice.removeprefix("pinned")
+    from packaging.requirements import InvalidRequirement, Requirement  # few runs choose one
+
+    try:
+        asked = [str(Requirement(one)) for one in requirements_in(choice)]
+    except InvalidRequirement as error:
+        raise ValueError(
+            f"{choice!r} names no release: {str(error).splitlines()[0]}",
+            f"write --with transformers==4.57.1, or {LATEST}, or pinned",
+        ) from None
+    return ",".join(sorted(one.replace(" ", "") for one in asked))
+
+
 class Strict(BaseModel):
     """What people write. An unknown key is an error, except in a plan, which a later weighin may have written."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, use_attribute_docstrings=True, validate_by_name=True, validate_by_alias=True
+    )
 
     @classmethod
     def known(cls, _context: str | None) -> Collection[str]:
@@ -373,6 +392,12 @@ class Measure(Strict):
     """What enforces the limits: docker, cgroup, process (no limit), or auto, the first that works; for commands, auto takes no container. In a gate, name one, because their figures differ."""
     repeats: Annotated[int, Field(ge=1, le=10_000), Option(HOW, "bench run", "N")] = 1
     """How often each cell is measured: every cell once, then every cell again."""
+    releases: Annotated[
+        _Several[Annotated[str, AfterValidator(_check_release)]],
+        Option(HOW, _MEASURED, "RELEASES", ("--with",), True),
+        Field(alias="with", min_length=1),
+    ] = [""]
+    """Measure with other releases, installed beside weighin: transformers==4.57.1; several at once by comma; latest (of what the strategy needs); pinned (as here). Each --with is a measurement of its own."""
     timeout_s: Annotated[_Seconds, Option(LIMITS, _MEASURED, "SECONDS", ("--timeout",))] = Field(
         default_factory=lambda known: 0.0 if known.get("commands") else 600.0
     )
@@ -402,8 +427,8 @@ _ONLY_OF_LOADS: Final[dict[str, object]] = {
 }  # fmt: skip
 """The settings that have no effect on a save, with their only value then."""
 KEYS: Final[dict[str, tuple[str, ...]]] = {
-    MODELS: (*Model.model_fields, *Load.model_fields, *Measure.model_fields),
-    COMMANDS: (*Command.model_fields, *Measure.model_fields),
+    MODELS: (*Model.known(None), *Load.known(None), *Measure.known(None)),
+    COMMANDS: (*Command.known(None), *Measure.known(None)),
 }
 """The keys of a suite of models, and of one of commands."""
 
@@ -476,7 +501,7 @@ def used_by(verb: str, kind: str = MODELS) -> set[str]:
     keys = {*KEYS[kind]}
     if verb == "floor":
         return keys - _OF_A_MEASUREMENT
-    if verb in ("bench", "run"):
+    if verb in ("bench", "run", "bisect"):
         return keys
     # Of the keys that are no option of any verb, these verbs use only those of a model.
     typed = {key for key, _, _ in options()}
@@ -490,11 +515,12 @@ def used_by(verb: str, kind: str = MODELS) -> set[str]:
 
 def options(verb: str = "") -> Iterator[tuple[str, FieldInfo, Option]]:
     """Yield the settings that are options of a verb, or of any; those of a command as "commands.KEY"."""
+    verb = "floor" if verb == "bisect" else verb
     for kind in (Measure, Load, Model, Command, SuiteCommand):
         for name, field in kind.model_fields.items():
             for each in field.metadata:
                 if isinstance(each, Option) and (not verb or verb in each.verbs.split()):
-                    key = f"commands.{name}" if kind is SuiteCommand else name
+                    key = f"commands.{name}" if kind is SuiteCommand else field.alias or name
                     yield key, field, each
 
 

@@ -286,6 +286,8 @@ def settings(results: Sequence[Result]) -> dict[str, list[str]]:
     for result in results:
         for name, value in settings_of([result.environment]).items():
             # A missing value is no difference, because a skipped measurement lacks some settings.
+            if name.startswith("releases."):  # those of --with, which differ on purpose
+                continue
             if value is not None and not (name == "threads" and result.cell.ranks > 1):
                 seen.setdefault(name, {})[str(value)] = None
     return {name: [*found] for name, found in seen.items()}

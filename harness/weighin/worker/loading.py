@@ -1,11 +1,12 @@
 """Import a strategy, give it what it loads, and verify its model: tensors, buffers, ties and forward pass."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.stream.construct import Builder, construct, reset_buffers
-from weighin.stream.slices import dtype_name
+from weighin.stream.slices import ITEM_BYTES, dtype_name
 from weighin.stream.tensors import named_tensors as tensors_by_name
 from weighin.stream.tensors import tensors_in
 from weighin.text import first_names
@@ -196,10 +197,7 @@ def check_structure(
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
     complain("not in the checkpoint", tensors.keys() - expected.keys())
-    complain(
-        "left on the meta device, without values", [n for n, t in tensors.items() if t.is_meta]
-    )
-    complain(f"not on {device}", [n for n, t in tensors.items() if t.device.type != device.type])
+    check_places(tensors, device)
     shapes = [n for n, tensor in tensors.items() if tuple(tensor.shape) != expected[n].shape]
     complain("of another shape than in the checkpoint", shapes)
     kinds = {name: wanted_dtype(entry, dtype) for name, entry in expected.items()}
@@ -209,6 +207,41 @@ def check_structure(
     ties = {name: entry.shared_with for name, entry in expected.items() if entry.shared_with}
     untied = [n for n in ties if identity(tensors[n]) != identity(tensors[ties[n]])]
     complain("no longer tied to the tensor that they share", untied)
+
+
+def check_places(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Raise WrongWeights for a tensor without values, or on another device than expected."""
+    complain(
+        "left on the meta device, without values", [n for n, t in tensors.items() if t.is_meta]
+    )
+    complain(f"not on {device}", [n for n, t in tensors.items() if t.device.type != device.type])
+
+
+def check_parameters(
+    model: torch.nn.Module,
+    checksums: Mapping[str, str],
+    manifests: Sequence[Manifest],
+    dtype: torch.dtype,
+) -> None:
+    """Raise WrongWeights if the parameters, of whatever names, are not all those of the checkpoint.
+
+    Each must have the values of a tensor in one of ``manifests``: as this release of the library makes them, or as the
+    files have them. Together they must be as large as those of the first.
+    """
+    entries = [entry for one in manifests for entry in one.tensors]
+    right = {entry.checksums[wanted_dtype(entry, dtype)] for entry in entries}
+    loaded = dict(model.named_parameters())
+    complain(
+        "with values that the checkpoint lacks", [n for n in loaded if checksums[n] not in right]
+    )
+    size = sum(one.nbytes for one in loaded.values())
+    wanted = sum(
+        prod(entry.shape) * ITEM_BYTES[wanted_dtype(entry, dtype)]
+        for entry in manifests[0].tensors
+        if entry.kind == "parameter" and entry.shared_with is None
+    )
+    if size != wanted:
+        raise WrongWeights(f"the parameters have {size} bytes, those of the checkpoint {wanted}")
 
 
 def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dtype) -> None:

@@ -125,8 +125,13 @@ class Worker:
             kind = "None" if model is None else f"a {type(model).__name__}"
             what = f"load() returned {kind}, not a torch.nn.Module"
             marks.fail(Outcome.STRATEGY_FAILED, what)
-        tensors = loading.named_tensors(model, [entry.name for entry in self.manifest.tensors])
-        loading.check_structure(tensors, self.manifest, load.device, load.dtype)
+        names = [entry.name for entry in self.manifest.tensors]
+        tensors = loading.named_tensors(model, names)
+        is_renamed = bool(job.files_manifest) and tensors.keys() != {*names}
+        if is_renamed:
+            loading.check_places(tensors, load.device)
+        else:
+            loading.check_structure(tensors, self.manifest, load.device, load.dtype)
         marks.restart()
         start_ns = time.monotonic_ns()
         with marks.phase("touch"):
@@ -141,7 +146,11 @@ class Worker:
                 for name, tensor in tensors.items()
                 if hasattr(tensor, "full_tensor")  # an import of DTensor would take 40 MiB
             }
-        loading.check_values(checksums, self.manifest, load.dtype)
+        if is_renamed:
+            known = [self.manifest, read_manifest(Path(job.files_manifest))]
+            loading.check_parameters(model, checksums, known, load.dtype)
+        else:
+            loading.check_values(checksums, self.manifest, load.dtype)
         del tensors  # would keep the old buffers alive while a use converts the model
         inputs = self.inputs and self.inputs.to(load.device)
         start_ns, is_used = marks.clock_ns(), job.cell.use or (inputs and job.cell.passes)
