@@ -11,6 +11,7 @@ from weighin.worker.loading import (
     Inputs,
     WrongWeights,
     check_forward,
+    check_parameters,
     check_structure,
     check_values,
     named_tensors,
@@ -107,3 +108,24 @@ def test_scales_that_only_the_state_dict_has_are_compared_if_they_are_expected()
     codes.scales[3] = 5
     with pytest.raises(WrongWeights, match="with other values than in the checkpoint"):
         check_values(touch(named_tensors(model, names)), manifest, torch.float32)
+
+
+def test_a_model_of_another_release_has_the_parameters_of_the_checkpoint_under_any_names() -> None:
+    torch.manual_seed(0)
+    experts, out = nn.Linear(8, 4, bias=False), nn.Linear(4, 2)
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    for part, one in zip(experts.weight.data.chunk(2, 1), (first, second), strict=True):
+        one.weight.data.copy_(part)
+    own = nn.ModuleDict({"experts": experts, "out": out})
+    manifests = [manifest_of(own), manifest_of(nn.Sequential(first, second))]
+
+    def verify_parameters(**named: nn.Module) -> None:
+        model = nn.ModuleDict(named)
+        check_parameters(model, touch(named_tensors(model)), manifests, torch.float32)
+
+    verify_parameters(first=first, second=second, head=out)
+    with pytest.raises(WrongWeights, match=r"^the parameters have 104 bytes, .* 168$"):
+        verify_parameters(first=first, head=out)
+    second.weight.data[0, 0] += 1
+    with pytest.raises(WrongWeights, match=r"values that the checkpoint lacks: second.weight$"):
+        verify_parameters(first=first, second=second, head=out)

@@ -44,7 +44,7 @@ MARKER: Final = "packages"
 _TEMPORARY: Final = ".making-"
 _SHARED: Final = ("torch", "numpy")
 _UNREACHABLE: Final = re.compile(
-    "Failed to establish|NewConnectionError|NameResolution|dns error|Temporary failure"
+    "Failed to establish|NameResolution|Temporary failure|Connection refused|dns error"
 )
 
 
@@ -205,4 +205,5 @@ def _run(command: Sequence[str], choice: str, verb: str = "install") -> str:
             f"cannot {verb} {choice}: the package index cannot be reached",
             "connect this machine to it, or name another: PIP_INDEX_URL=URL weighin ...",
         )
-    raise ConfigError(f"cannot {verb} {choice}: {last_line(printed).removeprefix('ERROR: ')}")
+    why = re.sub(r"^(ERROR|cause): ", "", last_line(printed)).rstrip(".")  # of pip, or of uv
+    raise ConfigError(f"cannot {verb} {choice}: {why}")
