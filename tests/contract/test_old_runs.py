@@ -25,11 +25,12 @@ def _records() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RECORDS.read_text().splitlines()]
 
 
-def _resume(verb: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Resume the run, and return its old and its new records; the old ones are as they were."""
+def _resume(verb: str, out: str = "") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Resume the run, which prints ``out`` first; return its old and its new records; the old ones are as they were."""
     before, cut_off, _ = RECORDS.read_bytes().rpartition(b"\n")
     ended = typed(verb, "--resume", "run", "--trust")
     assert ended.code == 0, ended.err
+    assert ended.out.startswith(out)
     assert RECORDS.read_bytes().startswith(before + cut_off)
     records, old = _records(), before.count(b"\n") + 1
     return records[:old], records[old:]
@@ -61,7 +62,7 @@ def _torn() -> None:
 def test_run_measures_the_rest_of_an_old_run_once(change: Callable[[], object]) -> None:
     put_run("run", Path("run"))
     change()
-    (old,), (new,) = _resume("run")
+    (old,), (new,) = _resume("run", out="line\n")
     assert new["outcome"] == "ok"
     assert new["cell"] == old["cell"] | {"repeat": 1, "releases": ""}
     assert len(new["ran"]["marks"]) == len(old["ran"]["marks"]) == 1

@@ -341,7 +341,14 @@ def stripping() -> Stateful:
 
 @pytest.mark.parametrize(
     ("build", "prefix", "extra"),
-    [(Stateful, "wrapped", "wrapped."), (Stateful, "wrapped.", ""), (stripping, "", "wrapped.")],
+    [
+        *(
+            (Stateful, prefix, extra)
+            for prefix in ("wrapped", "wrapped.")
+            for extra in ("", "wrapped.")
+        ),
+        (stripping, "", "wrapped."),
+    ],
 )
 def test_an_extra_state_is_found_without_its_prefix(
     tmp_path: Path, build: Any, prefix: str, extra: str

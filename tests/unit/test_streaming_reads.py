@@ -56,6 +56,8 @@ class Layers(nn.Module):
         self.turned = nn.Parameter(torch.randn(700, 300).t())
         self.again = self.large
         self.register_buffer("steps", torch.arange(100_003))
+        self.register_buffer("scalar", torch.tensor(7))
+        self.register_buffer("none", torch.empty(0, 3))
 
 
 def seeded() -> nn.Module:
@@ -72,6 +74,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     else:
         save_file({name: one.clone().contiguous() for name, one in state.items()}, path)
     return path
+
+
+def places(model: nn.Module) -> list[int]:
+    """Return where the tensors of a model are in memory."""
+    return [one.data_ptr() for one in itertools.chain(model.parameters(), model.buffers())]
 
 
 def cached(monkeypatch: MonkeyPatch, share: float) -> None:
@@ -119,16 +126,27 @@ def test_a_model_from_any_disk_is_right(
     right, looked = seeded().to(dtype or torch.float32), answering(monkeypatch, *times_ms)
     cached(monkeypatch, share)
     monkeypatch.setattr(filling, "READ_BYTES", MIB)
-    found = load_streaming(copy.deepcopy(model), saved, dtype=dtype, granularity=granularity)
+    target = copy.deepcopy(model)
+    addresses = places(target) if isinstance(target, nn.Module) else []
+    found = load_streaming(target, saved, dtype=dtype, granularity=granularity)
     assert differences(found, right) == []
     assert len(looked) == looks
+    if addresses and dtype is None:  # an optimizer may hold these tensors
+        assert places(target) == addresses
 
 
-def test_values_are_converted_by_way_of_the_models_own_dtype_as_torch_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.0, 1.0], ids=["disk", "cached"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_converted_by_way_of_the_models_own_dtype_as_torch_does(
+    dtype: torch.dtype, share: float, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    """By more than one read: of 800 KiB."""
+    monkeypatch.setattr(filling, "READ_BYTES", 64 * KIB)
+    cached(monkeypatch, share)
     right = nn.Linear(250, 401, dtype=torch.float64)
     torch.save(right.state_dict(), tmp_path / "model.pt")
-    found = load_streaming(lambda: nn.Linear(250, 401), tmp_path / "model.pt", dtype=torch.bfloat16)
-    assert differences(found, right.to(torch.float32).to(torch.bfloat16)) == []
+    found = load_streaming(lambda: nn.Linear(250, 401), tmp_path / "model.pt", dtype=dtype)
+    assert differences(found, right.to(torch.float32).to(dtype)) == []
 
 
 @pytest.mark.parametrize(
@@ -315,18 +333,21 @@ def test_many_reads_are_under_way_if_the_disk_answers_late(
 @pytest.mark.parametrize(
     ("share", "dtype", "count"),
     # 1.2 MiB by way of buffers of half a MiB, and a look at the disk
-    [(1.0, torch.float32, 3), (0.0, torch.bfloat16, 4)],
-    ids=["cached", "converted from a disk"],
+    [(1.0, None, 3), (0.0, None, 4), (0.0, torch.bfloat16, 4)],
+    ids=["cached", "from a disk", "converted from a disk"],
 )
 def test_small_tensors_are_read_together_and_filled_where_they_are(
     share: float,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     count: int,
     kind: str,
     tmp_path: Path,
     monkeypatch: MonkeyPatch,
 ) -> None:
-    model = nn.ParameterList(torch.arange(at, at + 1000.0) for at in range(300))
+    """Also a half, a scalar and an empty one among them."""
+    values = [torch.arange(at, at + 1000.0) for at in range(300)]
+    values[100:100] = [torch.ones(3).half(), torch.tensor(7.0), torch.empty(0, 3)]
+    model = nn.ParameterList(values)
     write_state(path := tmp_path / f"model.{kind}", kind, model.state_dict())
     cached(monkeypatch, share)
     reads, preadv = [], os.preadv
@@ -336,12 +357,12 @@ def test_small_tensors_are_read_together_and_filled_where_they_are(
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", counting)
-    target = nn.ParameterList(torch.empty(1000) for _ in range(300))
-    addresses = [one.data_ptr() for one in target]
+    target = nn.ParameterList(torch.zeros_like(one) for one in values)
+    addresses = places(target)
     load_streaming(target, path, dtype=dtype)
     assert len(reads) == count
-    assert differences(target, model.to(dtype)) == []
-    assert dtype != torch.float32 or [one.data_ptr() for one in target] == addresses
+    assert differences(target, model.to(dtype) if dtype else model) == []
+    assert dtype or places(target) == addresses
 
 
 # Headers
