@@ -473,15 +473,16 @@ def test_the_temporary_folder_of_a_killed_run_is_removed(
         (folder,) = set(tmp_path.iterdir()) - before
         return started, folder
 
+    (theirs := tmp_path / "theirs").mkdir()  # of another program
     running, kept = start("running")
     killed, gone = start("killed")
     killed.end(signal.SIGKILL)
     ended = command.run(remover, TMPDIR=str(tmp_path))
     assert ended.code == 0
-    assert list(tmp_path.iterdir()) == [kept]
+    assert set(tmp_path.iterdir()) == {kept, theirs}
     assert remover != "doctor" or f"removed:folder{gone}" in "".join(ended.out.split())
     assert running.end(signal.SIGTERM).left == []
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [theirs]
 
 
 SHOWN = {

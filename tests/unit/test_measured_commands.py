@@ -2,7 +2,9 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,14 @@ Patch = pytest.MonkeyPatch
 def quiet_machine(monkeypatch: Patch) -> None:
     """Let no other process of the machine be killed for lack of memory."""
     monkeypatch.setattr("weighin.probes.cgroup.read_machine_oom_kills", lambda: 0)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """The folder for temporary files, with nothing of other tests and programs: runs remove folders there."""
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -133,6 +143,39 @@ def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(
     measured = take("exit 0")
     assert measured.result.outcome is Outcome.OK
     assert measured.trouble is trouble
+
+
+def test_of_the_shared_temporary_folder_only_what_killed_runs_left_is_removed(
+    take: Take, temporary: Path
+) -> None:
+    for name in ("weighin-run-1", "another"):
+        (temporary / name).mkdir()
+    take("exit 0")
+    assert [path.name for path in temporary.iterdir()] == ["another"]
+
+
+@pytest.mark.parametrize(
+    ("within", "limit_bytes", "hidden"),
+    [
+        (None, None, (False, False, False)),
+        (None, 2**30, (False, False, False)),
+        (0.01, None, (True, False, False)),  # a search reads nothing from standard input
+        (0.01, 2**30, (True, True, True)),  # and shows only the output without a limit
+    ],
+    ids=["run", "run with a limit", "search", "search with a limit"],
+)
+def test_which_streams_a_search_keeps_from_its_commands(
+    within: float | None, limit_bytes: int | None, hidden: tuple[bool, ...]
+) -> None:
+    cell = Cell.of_command("mine", ("true",), "process", ram_limit_bytes=limit_bytes)
+    spec = CommandSpec(cell, settings_of(cell, within=within))
+    with ExitStack() as opened:
+        spec.enter(opened)
+        streams = spec._output.streams
+        given = (streams.stdin, streams.stdout, streams.stderr)
+        assert tuple(each is not None for each in given) == hidden
+        for each in filter(None, given):
+            assert os.path.samestat(os.fstat(each), Path(os.devnull).stat())
 
 
 def _writing(kernel: Kernel, *figures: tuple[str, str, object]) -> str:
