@@ -27,6 +27,7 @@ SIDE = 8192
 SPEC = ModelSpec("wide", "torch.nn:Linear", {"in_features": SIDE, "out_features": SIDE})
 WEIGHT_BYTES = SIDE * SIDE * 4
 WEIGHTS = WEIGHT_BYTES + SIDE * 4  # with the bias
+PAGE_BYTES = 4 * KIB
 READ_AHEAD_BYTES = 3 * MIB
 
 SMALL = ModelSpec("small", "torch.nn:Linear", {"in_features": 768, "out_features": 768})
@@ -174,29 +175,32 @@ def used(one: Prediction) -> PredictedUse:
 def told(one: Prediction) -> list[str]:
     """What is said of a prediction; sizes that differ a little from process to process in copies of the weight.
 
-    Up to 0.6 copies are imports and small tensors.
+    Up to 0.6 copies are imports and small tensors; up to 0.8 still count as none.
     """
     if one.cannot:
         assert one.host_anon_peak_bytes is None
         # Without the path of a file and the words of torch.
         return [f"cannot: {one.cannot.partition(' in /')[0].partition('.default: ')[0]}"]
     facts = {"is mixed": one.is_mixed, "computes buffers": one.computes_buffers}
-    mapped, from_disk = one.work.mapped_bytes / WEIGHTS, (one.disk_read_bytes or 0) / WEIGHTS
+    read, mapped = (
+        round(size / PAGE_BYTES) for size in (one.disk_read_bytes or 0, one.work.mapped_bytes)
+    )
+    from_disk = "an unknown size" if one.disk_read_bytes is None else f"{read} pages"
     said = [
         f"{one.model_bytes} B, {one.checkpoint_dtype}",
-        f"reads {one.work.read_bytes} B in {one.work.archives} archives, maps {mapped:.2f}; {from_disk:.2f} from the disk",
+        f"reads {one.work.read_bytes} B in {one.work.archives} archives, maps {mapped} pages; {from_disk} from the disk",
         *one.reasons,
         f"phases: {', '.join(phase.name for phase in one.phases)}",
         *(fact for fact, is_so in facts.items() if is_so),
     ]
     if (one.cell.dtype, one.cell.device) == ("float32", "cpu"):
-        said.append(f"holds {round(above(one, one) - 0.1)}")
+        said.append(f"holds {round(above(one, one) - 0.3)}")
         said += [f"{one.use.name} holds {round(above(one.use, one))}"] if one.use else []
-    if one.cuda_reserved_bytes is not None:
-        sums = (one.cuda_requested_bytes, one.cuda_allocated_bytes)
+    sums = (one.cuda_requested_bytes, one.cuda_allocated_bytes)
+    if any(size is not None for size in (*sums, one.cuda_reserved_bytes)):
         said.append(f"GPU: {sums}, reserved {one.cuda_reserved_bytes}")
     if one.use and one.use.cuda_requested_bytes:
-        said.append(f"GPU of the use: {one.use.cuda_requested_bytes / WEIGHT_BYTES:.1f}")
+        said.append(f"GPU of the use: {one.use.cuda_requested_bytes} B")
     return said
 
 
