@@ -77,6 +77,8 @@ def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(silent, "_task", task, raising=False)
     Cluster.submit(silent, {}, {"c"}, 1)
     asked = task.options.call_args.kwargs
+    task.options.return_value.remote.assert_called_once_with({"weighin": ""})
+    task.options.return_value.remote.return_value.future.assert_called_once_with()
     where = asked["label_selector"]["ray.io/node-id"]
     assert where.startswith("!in(") and asked["num_gpus"] == 1
     assert set(where[4:-1].split(",")) == set("abc")

@@ -63,6 +63,7 @@ KINDS: Final[dict[str, Callable[[Size, int], dict[str, Any]]]] = {
     "BertForPreTraining": _encoder,
     "RobertaForMaskedLM": _encoder,
     "AlbertForMaskedLM": lambda size, hidden: _encoder(size, hidden) | {"embedding_size": size()},
+    "ElectraForMaskedLM": lambda size, hidden: _encoder(size, hidden) | {"embedding_size": size()},
     "BartForConditionalGeneration": _both,
     "MarianMTModel": _both,
     "T5ForConditionalGeneration": lambda size, hidden: {

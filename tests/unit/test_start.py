@@ -206,6 +206,12 @@ def test_a_command_becomes_a_plan_of_one_cell_for_each_repeat_and_limit() -> Non
     assert run_folder.read_plan(Path("run")).cells == tuple(cells)
 
 
+def test_a_shard_of_commands_is_of_the_whole_plan() -> None:
+    run, _ = start(of_command(repeats=4, shard="2/2"), Path("run"))
+    assert len(run.planned) == 2
+    assert len(run_folder.read_plan(Path("run")).cells) == 4
+
+
 def test_a_label_and_what_was_dropped_are_of_the_cell(here: Path) -> None:
     (here / "data").touch()
     run, _ = start(of_command("mine", {"cold": ["data"]}), Path("run"))
