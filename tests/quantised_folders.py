@@ -52,7 +52,7 @@ def _of_rows(matrix: torch.Tensor, largest: int) -> torch.Tensor:
 def fp8_blocks(name: str, matrix: torch.Tensor) -> State:
     scale = matrix.abs().amax() / 448
     blocks = tuple(-(-size // 128) for size in matrix.shape)
-    scales = torch.full(blocks, float(scale))
+    scales = scale * (1 + torch.rand(blocks))  # so that no two blocks can be exchanged unseen
     return {f"{name}.weight": _fp8(matrix, scale), f"{name}.weight_scale_inv": scales}
 
 

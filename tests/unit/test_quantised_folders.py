@@ -24,6 +24,7 @@ from pytest import MonkeyPatch
 from quantised_folders import (
     DEQUANTISED,
     LAYOUTS,
+    LLAMA,
     OURS,
     UNREAD,
     fp8_blocks,
@@ -131,7 +132,9 @@ def test_a_key_that_from_pretrained_leaves_out_is_left_out(tmp_path: Path) -> No
     (model := plain_model("fp8")).save_pretrained(tmp_path)
     state = model.state_dict() | {"model.layers.0.mlp.step": torch.ones(1)}
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    assert state_differences(load_pretrained(tmp_path).state_dict(), model.state_dict()) == []
+    wanted, told = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert set(told["unexpected_keys"]) == {"model.layers.0.mlp.step"}
+    assert differences(load_pretrained(tmp_path), wanted, tensors_only=True) == []
 
 
 def test_scales_beside_usual_weights_are_no_quantisation(tmp_path: Path) -> None:
@@ -140,6 +143,19 @@ def test_scales_beside_usual_weights_are_no_quantisation(tmp_path: Path) -> None
     save_file(state, tmp_path / "model.safetensors")
     assert quantised.in_checkpoint(tmp_path, formats.read(tmp_path / "model.safetensors")) is None
     assert registry.model(str(tmp_path / "model.safetensors")).builder
+
+
+def dequantised(folder: Path) -> Any:
+    """Return what load_pretrained gives, which is what from_pretrained gives, bit by bit."""
+    arguments = arguments_to_dequantise(folder / "model.safetensors")
+    assert arguments["quantization_config"].dequantize
+    kind = pretrained_class(read_folder(folder).wanted)
+    wanted, found = kind.from_pretrained(folder, dtype="auto", **arguments), load_pretrained(folder)
+    assert differences(found, wanted, tensors_only=True) == []
+    assert found.config.to_dict() == wanted.config.to_dict()
+    assert not hasattr(found, "hf_quantizer")
+    assert found.is_quantized is False
+    return found
 
 
 @pytest.mark.filterwarnings("ignore")  # of from_pretrained, about the configuration
@@ -155,17 +171,52 @@ def test_the_dequantised_model_is_that_of_from_pretrained(
         state["model.norm.weight"] = state["model.norm.weight"].float()
         state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].half()
         save_file(state, folder / "model.safetensors", {"format": "pt"})
-    arguments = arguments_to_dequantise(folder / "model.safetensors")
-    assert arguments["quantization_config"].dequantize
-    kind = pretrained_class(read_folder(folder).wanted)
-    wanted, found = kind.from_pretrained(folder, dtype="auto", **arguments), load_pretrained(folder)
-    assert differences(found, wanted, tensors_only=True) == []
-    assert found.config.to_dict() == wanted.config.to_dict()
-    assert not hasattr(found, "hf_quantizer")
-    assert found.is_quantized is False
+    found = dequantised(folder)
     if name not in DEQUANTISED:
         kept = [found.model.norm.weight.dtype, found.model.embed_tokens.weight.dtype]
         assert kept == [torch.float32, torch.float16]
+
+
+SEVERAL_SCALES = {
+    **LLAMA,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "tie_word_embeddings": True,
+}
+"""Settings of matrices of several blocks of 128 x 128, the largest of which is read in two pieces."""
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 5, "decoder_sparse_step": 1}
+KINDS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"attention_bias": True},
+    "Qwen3MoeForCausalLM": EXPERTS,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of from_pretrained, about the configuration
+@pytest.mark.parametrize("scales", ["of blocks", "of channels", "one of the matrix"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_row_of_fp8_has_its_own_scales_also_with_ties_biases_and_experts(
+    kind: str, scales: str, tmp_path: Path
+) -> None:
+    made = pretrained_class(kind)
+    torch.manual_seed(0)
+    model = made(made.config_class(**SEVERAL_SCALES, **KINDS[kind])).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)  # which writes each expert by itself
+    state: dict[str, torch.Tensor] = {}
+    for key, value in load_file(tmp_path / "model.safetensors").items():
+        is_packed = key.endswith("_proj.weight")
+        packed = fp8_blocks(key.removesuffix(".weight"), value.float()) if is_packed else {}
+        state |= packed or {key: value}
+        if packed and scales != "of blocks":
+            rows = len(value) if scales == "of channels" else 1
+            state[f"{key}_scale_inv"] = torch.rand(rows, 1) / 1000
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    configure(tmp_path, architectures=[kind], **LAYOUTS["fp8"].config)
+    found = dequantised(tmp_path)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    if kind == "LlamaForCausalLM":
+        assert found.model.layers[0].self_attn.q_proj.bias is not None
+    else:
+        assert found.model.layers[0].mlp.experts.gate_up_proj.shape == (5, 256, 256)
 
 
 def test_codes_whose_configuration_names_another_method_are_refused(tmp_path: Path) -> None:
