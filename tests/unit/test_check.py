@@ -15,6 +15,7 @@ from typed_here import typed
 from weighin.gate import baseline, check
 from weighin.gate.compare import compare
 from weighin.records import run_folder
+from weighin.records.floor import next_cell
 from weighin.result import Outcome, Peaks, Result
 from weighin.units import GIB
 
@@ -87,7 +88,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run_folder.write_plan(Path("part"), [make_cell("streaming"), make_cell("baseline")])
     run_of(Path("part"), make_result(make_cell("streaming")))
     for name, floor_mib in (("floors/a", 6800), ("floors/b", 7100)):
-        run_of(Path(name), *search(floor_mib).results, within=0.01)
+        tried = search(floor_mib).results
+        with_room = next_cell(tried[0].cell, tried, within=0.01, highest=16 * GIB)
+        assert with_room  # the last one of the search
+        run_folder.write_plan(Path(name), [tried[0].cell], {"within": 0.01})
+        run_of(Path(name), *tried, make_result(with_room, SCRIPTS["streaming"], Outcome.OK))
     free = make_cell("lossy", ram_limit_bytes=None)
     run_folder.write_plan(Path("found"), [free], {"within": 0.01})
     run_of(Path("found"), make_result(free, SCRIPTS["streaming"]), WRONG)
