@@ -19,7 +19,7 @@ from weighin.units import GIB, MIB
 SELECTED = Path(__file__).with_name("snapshots") / "selected.txt"
 KINDS = {"docker": DockerIsolation, "cgroup": CgroupIsolation, "process": ProcessIsolation}
 MISSING = {
-    "docker": IsolationUnavailable("no engine answers", "start one"),
+    "docker": IsolationUnavailable("no engine answers", "sudo systemctl start docker"),
     "cgroup": IsolationUnavailable("this user may make no group", "run as root"),
     "process": IsolationUnavailable("there is no /proc", "run on Linux"),
 }
