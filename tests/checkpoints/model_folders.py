@@ -68,12 +68,17 @@ def _dtype_spelled(spelling: object) -> Maker:
     return folder_of(partial(llama, torch.float16), config(dtype=spelling))
 
 
+def _dtype_null(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": None}))
+
+
 _RIGHT: Final[dict[str, Maker]] = {
     "one safetensors file": folder_of(llama),
     "shards": folder_of(llama, max_shard_size="20KB"),
     "pytorch_model.bin": _bin,
     "no dtype in config.json": folder_of(llama, config(dtype=None, torch_dtype=None)),
-    "dtype null in config.json": _dtype_spelled(None),
+    "dtype null in config.json": folder_of(partial(llama, torch.float16), _dtype_null),
     "tied embeddings": folder_of(partial(llama, tie_word_embeddings=True)),
     "tied by the config, two matrices in the file": folder_of(llama, config(tie_word_embeddings=True)),
     "model.safetensors beside an index of other values": folder_of(llama, _file_of_other_values, max_shard_size="20KB"),

@@ -81,7 +81,7 @@ def test_the_page_cache_of_a_file_is_charged_to_its_first_reader(
 def test_the_daemon_goes_on_without_its_parent(programs: Path) -> None:
     command = (str(programs / "daemon"), "16", "600")
     variables = os.environ | {"WEIGHIN_TEST_DAEMON": str(programs)}
-    ended = subprocess.run(command, capture_output=True, check=False, env=variables)
+    ended = subprocess.run(command, capture_output=True, check=False, env=variables, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")  # its streams are closed
     (left,) = leftovers.processes(f"WEIGHIN_TEST_DAEMON={programs}")
     pid = int(left.split()[0])

@@ -83,6 +83,7 @@ class Campaign:
             records, damaged = _records(folder / RUN)
             wrong += damaged + _misjudged(fault, records)
             wrong += [f"{name} is there" for name in fault.absent if (folder / name).exists()]
+            wrong += [f"no {name}" for name in fault.present if not (folder / name).exists()]
             left = [f"process {command[:80]}" for _, command in _pids(str(folder))]
             left += [one for one in _there() - there if _is_of(one, pids, fault, folder)]
             made = {one.name for one in (folder / "tmp").iterdir()}

@@ -31,6 +31,7 @@ class Fault:
         stop: a signal, sent to the command ``stop_s`` seconds after it can take it.
         then: the arguments of a second command, which must end with 0, or what chooses them.
         absent: files of the folder that must not be there afterwards.
+        present: files of the folder that must be there, because the fault itself wrote them.
         makes: a regular expression of the files that the command adds to the cache for good.
         remakes: a regular expression of the files of the cache that the command makes again.
     """
@@ -49,6 +50,7 @@ class Fault:
     stop_s: float = 0
     then: tuple[str, ...] | Callable[[Path], tuple[str, ...]] = ()
     absent: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
     patience_s: float = 180
     makes: str = ""
     remakes: str = ""

@@ -64,6 +64,7 @@ def does(
     whole: bool = False,
     says: str = "",
     remakes: str = "",
+    present: tuple[str, ...] = (),
 ) -> list[Fault]:
     """Return the faults of a strategy under isolations; an empty ``outcome`` stands for no run at all.
 
@@ -88,6 +89,7 @@ def does(
                 partial(_write, body if whole else _indented(body)),
                 needs="" if isolation == "process" else isolation,
                 remakes=remakes,
+                present=present,
             )
         )
     return faults
@@ -170,7 +172,7 @@ FAULTS: Final = [
     *does("fills /dev/shm", "with open('/dev/shm/' + str(os.getpid()), 'wb') as file:\n    os.unlink(file.name)\n    for _ in range(1500): file.write(bytes(1 << 20))\nreturn rightly(job)", "oom_killed|strategy_failed", ram="1g", under=("cgroup",), code="0|5"),
     *does("leaves its group", "open('/sys/fs/cgroup/memory/cgroup.procs', 'w').write(str(os.getpid()))\nfill(1500 << 20)\nreturn rightly(job)", "strategy_failed|measurement_failed", "(?i)group", ram="1g", under=("cgroup",), code="4|5"),
     *does("raises its limit", "group, _ = own_group()\nfor name in ('memory.memsw.limit_in_bytes', 'memory.limit_in_bytes'):\n    try: open(f'{group}/{name}', 'w').write('-1')\n    except OSError: pass\nfill(1500 << 20)\nreturn rightly(job)", "strategy_failed|measurement_failed", "(?i)limit", ram="1g", under=("cgroup",), code="4|5"),
-    *does("makes a group below its own", "group = own_group()[0] + '/below'\nos.mkdir(group)\nopen(group + '/cgroup.procs', 'w').write(str(os.getpid()))\nreturn rightly(job)", "ok|strategy_failed|measurement_failed", ram="1g", under=("cgroup",), code="0|4|5"),
+    *does("makes a group below its own", "group = own_group()[0] + '/below'\nos.mkdir(group)\nopen(group + '/cgroup.procs', 'w').write(str(os.getpid()))\nopen(__file__ + '.moved', 'w').close()\nreturn rightly(job)", "ok|strategy_failed|measurement_failed", ram="1g", under=("cgroup",), code="0|4|5", present=("mine.py.moved",)),
     *does("limits its own addresses", "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\nreturn rightly(job)", "strategy_failed", under=("process",)),
     *does("changes folder, umask and environment", "os.chdir('/proc/self')\nos.umask(0o777)\nos.environ.clear()\nfor number in range(1, 32):\n    try: signal.signal(number, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nreturn rightly(job)", "ok", under=ISOLATIONS),
     *does("prints 200 MiB", "for _ in range(200): os.write(1, bytes(1 << 20))\nreturn rightly(job)", "ok", under=ISOLATIONS),

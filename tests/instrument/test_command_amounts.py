@@ -104,16 +104,21 @@ def test_the_processes_at_the_peak_have_their_shares(
 
 
 @tried_again(EVICTED)
-@pytest.mark.cgroup
-@pytest.mark.parametrize("name", ["maps", "reads"])
+@pytest.mark.parametrize(
+    ("isolation", "name"),
+    [
+        *(pytest.param("cgroup", name, marks=pytest.mark.cgroup) for name in ("maps", "reads")),
+        pytest.param("docker", "maps", marks=pytest.mark.docker),
+    ],
+)
 def test_page_cache_is_no_need_cold_or_warm(
-    name: str, programs: Path, known_file: Path, tmp_path: Path
+    isolation: str, name: str, programs: Path, known_file: Path, tmp_path: Path
 ) -> None:
     known = next(known for known in KNOWN if known.name == name)
     command, folder = known.command(programs, known_file), Path(mkdtemp(dir=tmp_path))
     known_file.read_bytes()
-    warm = record(command, "cgroup", folder / "warm")
-    cold = record(command, "cgroup", folder / "cold", f"--cold {known_file}")
+    warm = record(command, isolation, folder / "warm")
+    cold = record(command, isolation, folder / "cold", f"--cold {known_file}")
     assert cold["ran"]["cold"] == [str(known_file)]
     assert within(cold["peaks"]["cgroup_bytes"] - warm["peaks"]["cgroup_bytes"], known.file_bytes)
     assert within(cold["ran"]["needed_bytes"], known.needed_bytes)

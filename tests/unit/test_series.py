@@ -386,6 +386,8 @@ def repeats(*lives: tuple[float, float] | None) -> list[Result]:
 
 def ended(outcome: Outcome, pages: int = 0) -> list[Result]:
     late = replace(swept("a", 4, (5, 0)), outcome=outcome, ready_ns=None, phases=())
+    if outcome is Outcome.TIMEOUT:
+        late = replace(late, message="still running after 300 s")
     return [swept("a", 8, (5, 0)), replace(late, faults=Faults(1, 1, pages))]
 
 
