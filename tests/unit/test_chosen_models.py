@@ -124,14 +124,17 @@ def test_what_is_no_model_and_what_a_model_does_not_take_is_named(
     Path("float64").mkdir()
     Path("float64/config.json").write_text(json.dumps(config))
     save_file({"model.norm.weight": torch.zeros(2)}, "float64/model.safetensors")
-    said = [refused(chosen, name, **options) for name, options in CHOSEN]
-    said += [refused(load_pretrained, name) for name in BY_LOADER]
+    said = [
+        f"$ choose {name} {options or ''}".rstrip() + f"\n{refused(chosen, name, **options)}"
+        for name, options in CHOSEN
+    ]
+    said += [f"$ load_pretrained {name}\n{refused(load_pretrained, name)}" for name in BY_LOADER]
     for name in ODD:
-        said.append(refused(registry.weights_of, Path(name)))
+        said.append(f"$ weights_of {name}\n{refused(registry.weights_of, Path(name))}")
         assert refused(load_streaming, torch.nn.Linear(2, 2), name) == (
             f"{name}: no such file or folder\ncheck the path"
         )
-    text = "\n".join(said).replace(str(here), "HERE").replace("\0", "NUL")
+    text = "\n\n".join(said).replace(str(here), "HERE").replace("\0", "NUL")
     same("no_models.txt", f"{text}\n")
 
 

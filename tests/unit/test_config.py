@@ -37,7 +37,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "strategy": read_strategy,
     "saving": partial(read_strategy, operation="save"),
     "options": lambda path: check_suite(yaml.safe_load(path.read_text())),
-    "thraeds": lambda path: read_strategy(path).check_options(["thraeds"]),
+    "asked_for_thraeds": lambda path: read_strategy(path).check_options(["thraeds"]),
     "yaml": read_mapping,
 }
 

@@ -57,7 +57,7 @@ def tables(predictions: Sequence[Prediction]) -> Iterable[Table | Lines]:
         ]
         if followed:
             lines.append(
-                "Predicted by running each strategy on tensors that only reserve address space. weighin bench measures."
+                "Predicted without loading: each strategy ran on tensors that take no memory. weighin bench measures."
             )
         yield Lines("", lines)
 

@@ -72,7 +72,8 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
         lost_time |= is_slow and share >= REFAULTS_PER_MODEL
         said.append(f"{format_bytes(reread_bytes, digits=2)} read again ({share:.2f}x {of})")
     if result.faults:
-        said.append(f"{result.faults.major} major faults")
+        s = "s" if result.faults.major != 1 else ""
+        said.append(f"{result.faults.major} major fault{s}")
 
     spent_ns = result.ready_ns or (result.cost.wall_ns if result.cost else None)
     some_ns = result.pressure.some_ns if result.pressure else None

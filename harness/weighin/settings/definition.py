@@ -93,7 +93,7 @@ def _parsed(parse: Callable[[str], _One], text: str) -> _One:
 
 def _as_number(parse: Callable[[str], int], value: object, info: ValidationInfo) -> object:
     """Read a limit, rate or latency: a text for ``parse``, "none" (no limit), or a number, of a plan in its unit."""
-    if isinstance(value, bool) or not isinstance(value, str | int) or info.context == IN_PLAN:
+    if value is None or info.context == IN_PLAN:
         return value
     if str(value).lower() == "none":
         return None
@@ -102,7 +102,8 @@ def _as_number(parse: Callable[[str], int], value: object, info: ValidationInfo)
 
 def _parse_limit(text: str) -> int:
     if (size := parse_bytes(text)) < MIB:
-        repair = f"did you mean {text}g?" if text.isdigit() else "give at least 1m"
+        is_plain = re.fullmatch(r"[\d.]+", text)
+        repair = f"did you mean {text}g?" if is_plain else "give at least 1m"
         raise ConfigError(f"{text!r} is less than any process needs", repair)
     return size
 
@@ -112,7 +113,9 @@ def _as_environment(taken: str, value: object, info: ValidationInfo) -> object:
     for name, text in value.items() if isinstance(value, dict) else ():
         if not isinstance(name, str):
             raise ValueError(f"the name {name!r} is not a text", "write the name in quotes")  # noqa: TRY004 (pydantic takes no TypeError)
-        if not re.fullmatch(r"[^=\0]+", name) or "\0" in str(text):
+        if "\0" in str(text):
+            raise ValueError(f"the value of {name!r} contains a null byte", "leave that byte out")
+        if not re.fullmatch(r"[^=\0]+", name):
             raise ValueError(
                 f"{name!r} cannot be an environment variable", "write as in {MALLOC_ARENA_MAX: 2}"
             )
@@ -131,6 +134,23 @@ def _check_address(text: str, info: ValidationInfo) -> str:
     if text and info.data.get("ready"):
         raise ValueError("it cannot be combined with --ready", "leave one of the two out")
     return text
+
+
+def _check_device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", text):
+        raise ValueError(f"{text!r} is no device", "write cpu, cuda or cuda:1")
+    return text
+
+
+def _split(line: object) -> object:
+    """Return the words of a command that is one text."""
+    if not isinstance(line, str):
+        return _as_list(line)
+    try:
+        return shlex.split(line)
+    except ValueError as error:  # a quote that is not closed, or nothing after a backslash
+        what = f"a shell could not split it into words: {str(error).lower()}"
+        raise ValueError(what, "correct it, or write a list of words") from None
 
 
 def _check_pattern(pattern: str) -> str:
@@ -161,7 +181,7 @@ _Dtype = Annotated[
 ]
 _Path = Annotated[Path, PlainSerializer(str)]
 _Pattern = Annotated[str, AfterValidator(_check_pattern)]
-_Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
+_Device = Annotated[str, AfterValidator(_check_device)]
 _Label = Annotated[str, AfterValidator(lambda name: printable(name) or "command")]
 _Shard = Annotated[str, AfterValidator(partial(_parsed, lambda text: in_shard((), text) or text))]
 _Names = Annotated[list[str], BeforeValidator(_listed)]
@@ -271,9 +291,7 @@ class SuiteCommand(Strict):
     """What the command is called in reports and baselines; in a suite, no two may share it."""
     command: Annotated[
         list[_Word],
-        BeforeValidator(
-            lambda line: shlex.split(line) if isinstance(line, str) else _as_list(line)
-        ),
+        BeforeValidator(_split),
         Field(min_length=1),
     ]
     """The program and its arguments: a list of words, or one text that is split as a shell splits it."""
@@ -559,6 +577,10 @@ def validate(
     if first["type"] == "value_error":
         message, *repairs = more["error"].args
         repair = "".join(repairs)
+    elif first["type"] == "missing":
+        message, repair = "it is missing", f"add {key.rpartition('.')[2]}"
+    elif first["type"] == "too_short":
+        message, repair = "it is empty", "give at least one"
     elif not repair:
         message += f", got {given!r}"
         # YAML reads 3, yes and 2026-01-01 as a number, as true and as a date.

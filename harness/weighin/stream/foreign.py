@@ -223,6 +223,12 @@ def truncated(path: Path, what: str, end: int, file_bytes: int) -> CheckpointErr
 
 
 def unreadable(path: Path | str, error: Exception) -> CheckpointError:
+    if isinstance(error, RuntimeError):  # of expanduser
+        why = "this user is not known here, or has no home folder"
+        return CheckpointError(f"{path}: cannot be read: {why}", "correct the name after ~")
+    if isinstance(error, ValueError) or getattr(error, "errno", 0) == errno.ENAMETOOLONG:
+        why = getattr(error, "strerror", "its name contains a null byte")
+        return CheckpointError(f"{path}: cannot be read: {why}", "check the path")
     return CheckpointError(
         f"{path}: cannot be read: {getattr(error, 'strerror', error)}",
         "check that the file exists, that you may read it, and that its disk works",
@@ -319,7 +325,8 @@ def no_model(folder: Path) -> CheckpointError:
 
         largest_first = parts.most_common()
         sizes = [f"{name} ({format_bytes(size)})" for name, size in largest_first]
-        what = f"a diffusers pipeline of {len(parts)} models: {one_line(', '.join(sizes))}"
+        s = "s" if len(parts) > 1 else ""
+        what = f"a diffusers pipeline of {len(parts)} model{s}: {one_line(', '.join(sizes))}"
         repair = f"give one of them; the largest: {folder / largest_first[0][0]}"
     elif "adapter_config.json" not in names and (step := named_step(folder)):
         tag, inner = step

@@ -50,7 +50,9 @@ IF_TRUSTED: Final = (
     "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
 )
 
-Malformed: Final = pickle.UnpicklingError
+
+class Malformed(Exception):
+    """The pickle says what no torch.save writes."""
 
 
 class _TooLarge(Exception):
@@ -137,6 +139,10 @@ def is_safe(name: str) -> bool:
 
 def type_name(value: Any) -> str:
     """Return the name of a pickled value's Python type, for messages."""
+    if (
+        isinstance(value, Opaque) and value.kind == "_codecs.encode"
+    ):  # as older protocols write them
+        return "bytes object"
     if isinstance(value, Opaque):
         return f"tensor of {value.kind}" if value.is_tensor else value.kind
     names = {Storage: "storage", Slice: "Tensor", Named: "class or function", Dict: "dict"}
@@ -265,17 +271,23 @@ _DO: Final = {
 
 def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pickled:
     """Return the next pickle of ``file``, which begins at the byte ``base`` of ``path``."""
-    what = f"{path}: damaged: the pickle from byte {base + file.tell():,} cannot be read"
+    start = base + file.tell()
+    what = f"{path}: damaged: the pickle from byte {start:,} cannot be read"
     try:
         return Pickled(file)
     except EOFError as error:
-        is_cut = "truncated: the file ends inside the pickle"
-        raise CheckpointError(f"{what}: {is_cut}", resave if base else AGAIN) from error
+        is_cut = f"{path}: truncated: the file ends inside the pickle that begins at byte {start:,}"
+        raise CheckpointError(is_cut, resave if base else AGAIN) from error
     except _TooLarge as error:
         raise CheckpointError(f"{path}: the pickle cannot be read: {error}", IF_TRUSTED) from error
-    except (Malformed, LookupError, ValueError, TypeError, AttributeError, OverflowError,
-            MemoryError) as error:  # fmt: skip
+    except Malformed as error:
         raise CheckpointError(f"{what}: {error}", resave) from error
+    except (pickle.UnpicklingError, LookupError, ValueError, TypeError, AttributeError,
+            OverflowError, MemoryError) as error:  # fmt: skip
+        where = f"before byte {base + file.tell():,}"
+        raise CheckpointError(
+            f"{what}: its instructions do not fit together {where}", resave
+        ) from error
 
 
 def _called(function: Any, arguments: Any) -> Any:

@@ -36,6 +36,7 @@ _ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "we
 PEAK_WORDS = ("model", "storages", "tensor", "layer", "shard", "mapped")
 """What a load can have in memory: the model's tensors, all storages of the files (the state dict that
 ``torch.load`` returns), the largest tensor, layer or shard, and the mapped file."""
+_EXAMPLE_OF_PEAK = '("model + tensor",)'
 
 _FROM = "from:"
 _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
@@ -182,12 +183,14 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         elif isinstance(default, tuple):
             is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
             if not is_texts or (default and not value):
-                raise wrong(name, "a tuple of strings", f'("{(*default, "name")[0]}",)')
+                what = "a tuple of at least one string" if default else "a tuple of strings"
+                usual = _EXAMPLE_OF_PEAK if name == "PEAK" else f'("{(*default, "name")[0]}",)'
+                raise wrong(name, what, usual)
         declared[field.name] = value
     words = {word for text in declared["peak"] for word in text.split(" + ")}
     if words - {*PEAK_WORDS} or len(declared["peak"]) not in (0, 1, len(declared["formats"])):
         what = f"a sum of {', '.join(PEAK_WORDS)}, or one for each of FORMATS"
-        raise wrong("PEAK", what, '("model + tensor",)')
+        raise wrong("PEAK", what, _EXAMPLE_OF_PEAK)
     if declared["pretrained"] is True:
         declared["pretrained"] = TRANSFORMERS.name
     if declared["pretrained"] not in ("", *(each.name for each in pretrained_library.LIBRARIES)):
