@@ -47,10 +47,16 @@ def test_the_judge_finds_what_is_wrong_lost_and_left(campaign: Campaign) -> None
         outcomes={"streaming": ("ok", "")},
         prepare=leave,
         absent=("RAN",),
+        present=("NEVER RAN",),
     )
     tried = campaign.tried(lie)
-    assert tried.wrong == ("exit code 0", "does not say 'never said'", "RAN is there")
+    assert tried.wrong == (
+        "exit code 0",
+        "does not say 'never said'",
+        "RAN is there",
+        "no NEVER RAN",
+    )
     assert (tried.lost, tried.left) == (1, ("file left",))
     assert not tried.right
-    honest = replace(lie, code="0", says="", outcomes={}, prepare=lambda _: None)
+    honest = replace(lie, code="0", says="", outcomes={}, present=(), prepare=lambda _: None)
     assert campaign.tried(honest).right
