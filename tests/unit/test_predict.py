@@ -65,6 +65,12 @@ if state["weight"].sum().item() > 0:
     print("positive")
 return job.build_model()
 """,
+    "compares tensors": """
+state = torch.load(job.checkpoint)
+if torch.equal(state["weight"], state["weight"].clone()):
+    print("equal")
+return job.build_model()
+""",
 }
 MOVES = (
     "to('cuda')", "to(device='cuda')", "to(device=torch.device('cuda', 0), dtype=torch.float32)",
@@ -293,21 +299,32 @@ def test_a_users_checkpoint_gives_the_structure(tmp_path: Path) -> None:
     assert (round(above(used(mapped), mapped), 1), round(2 * above(used(copied), copied))) == (1, 3)
 
 
-@pytest.mark.parametrize("strategy", ["streaming", "transformers"])
-def test_two_different_matrices_of_a_folder_stay_two_although_its_config_ties_them(
-    tmp_path: Path, strategy: str
+@pytest.mark.parametrize("are_equal", [False, True])
+def test_matrices_that_a_config_ties_are_one_if_they_are_equal_in_the_file(
+    tmp_path: Path, are_equal: bool
 ) -> None:
     transformers = pytest.importorskip("transformers", reason=install.command("hf"))
     sizes = {"vocab_size": 8192, "n_embd": 1024, "n_layer": 1, "n_head": 2, "n_positions": 8}
     config = transformers.GPT2Config(**sizes, tie_word_embeddings=False)
     model = transformers.GPT2LMHeadModel(config)
+    if are_equal:
+        model.lm_head.weight.data.copy_(model.transformer.wte.weight)
     model.save_pretrained(tmp_path)
     tied = (tmp_path / "config.json").read_text().replace('embeddings": false', 'embeddings": true')
     (tmp_path / "config.json").write_text(tied)
     spec, source = registry.model_and_checkpoint(str(tmp_path))
-    (found,) = predict([planned(strategy, model=spec, format="safetensors")], checkpoint=source)
-    assert found.cannot == ""
-    assert found.model_bytes == sum(one.nbytes for one in model.parameters())
+    asked = [
+        planned(name, model=spec, format=fmt)
+        for name, fmt in (
+            ("streaming", "safetensors"),  # the user's file
+            ("streaming", "sharded"),  # files without values
+            ("transformers", "safetensors"),
+        )
+    ]
+    expected = sum(one.nbytes for one in model.parameters())
+    expected -= model.lm_head.weight.nbytes if are_equal else 0
+    for found in predict(asked, checkpoint=source):
+        assert (found.cannot, found.model_bytes) == ("", expected), found.cell.id
 
 
 BY_DAY = ("tied-tiny", "minilm", "llama-70b")

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from snapshots import Compare, answered
 
+from weighin.cell import ModelSpec
 from weighin.predict.allocators import CachingAllocator
 from weighin.predict.dispatch import CannotFollow, Operations
 from weighin.predict.ledger import Ledger, anon_bytes
@@ -20,6 +21,7 @@ from weighin.predict.patches import declared, pretended, safetensors_reads
 from weighin.result import Memory
 from weighin.units import KIB, MIB, format_exact
 
+SPEC = ModelSpec("one", "torch.nn:Linear", {})
 BASELINE = Memory(rss_bytes=0, anon_bytes=0, file_bytes=5 * MIB, shmem_bytes=3 * MIB)
 MANY = 4 * MIB  # elements; large blocks have a mapping of their own
 SESSION = Path(__file__).with_name("snapshots") / "ledger.txt"
@@ -202,7 +204,7 @@ SIZE = 8 * MIB
 def reads() -> Iterator[Ledger]:
     """A ledger without a GPU that follows every operation of the test, and every patched read."""
     one = Ledger(None, BASELINE)
-    with declared(one), Operations(one):
+    with declared(one, SPEC), Operations(one):
         yield one
 
 
@@ -281,7 +283,7 @@ def test_drawn_values_need_no_look_if_none_is_out_of_bounds(
 
     monkeypatch.setattr(torch.nn.init, "_no_grad_trunc_normal_", looks)
     tensor = torch.empty(4)
-    with declared(Ledger(None, BASELINE)):
+    with declared(Ledger(None, BASELINE), SPEC):
         for mean, most in {0: 0.25, 1: 0.125, -1: 0.125}.items():  # bounds are -2 and 2
             assert torch.nn.init.trunc_normal_(tensor, mean, most) is tensor
             with pytest.raises(CannotFollow):

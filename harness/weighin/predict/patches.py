@@ -24,8 +24,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
+from weighin.cell import ModelSpec
 from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
+from weighin.stream.tensors import storage_key
 from weighin.units import MIB
 
 _OF_A_STEP_BYTES: Final = 2 * MIB  # the codes, float32 values and result of 64 Ki elements
@@ -33,10 +35,11 @@ _CUDA: Final = torch.device("cuda", 0)
 
 
 @contextmanager
-def declared(ledger: Ledger) -> Iterator[None]:
+def declared(ledger: Ledger, model: ModelSpec) -> Iterator[None]:
     """Replace functions that read a checkpoint by functions that only update the ledger."""
+    reads = (*_torch_files(ledger), *_streaming(ledger), _prefetches())
     with ExitStack() as stack:
-        for patched in (*_torch_files(ledger), *_streaming(ledger), _prefetches(), _truncated()):
+        for patched in (*reads, _truncated(), *_comparison(model)):
             stack.enter_context(patched)
         yield
 
@@ -133,9 +136,9 @@ def _torch_files(ledger: Ledger) -> Iterator[Any]:
 
 def _streaming(ledger: Ledger) -> Iterator[Any]:
     """The reads of ``load_streaming`` fill tensors that exist: only their buffers need more memory."""
-    from weighin.stream import construct, filling, transformers_reader
+    from weighin.stream import construct, filling
     from weighin.stream.bytes import ALIGNMENT, DISK_THREADS, HUGE_PAGE_BYTES, PIECE_BYTES, Disk
-    from weighin.stream.slices import Fill, Slice
+    from weighin.stream.slices import Fill
 
     original: Callable[[], None] = construct.give_back_heap
 
@@ -168,10 +171,6 @@ def _streaming(ledger: Ledger) -> Iterator[Any]:
         for heap in ledger.heaps:
             heap.trim()
 
-    def are_equal(one: Slice, other: Slice) -> bool:  # the sparse file has zeros everywhere
-        return (one.file, one.offset) == (other.file, other.offset)
-
-    yield patch.object(transformers_reader, "are_equal", are_equal)
     yield patch.object(filling, "fill", fill)
     yield patch.object(construct, "give_back_heap", give_back_heap)
 
@@ -185,6 +184,22 @@ def _prefetches() -> Any:
                 super().madvise(option, *stretch)
 
     return patch.object(mmap, "mmap", Mapping)
+
+
+def _comparison(model: ModelSpec) -> Iterator[Any]:
+    """Answer ``from_pretrained``, which compares two names that the class ties if the files have both.
+
+    The answer is known: ``models.description`` has compared the values in the user's files.
+    """
+    utils = sys.modules.get("transformers.modeling_utils")
+    name = "_tied_params_are_equal"
+    if not hasattr(utils, name):  # older releases call torch.equal, which cannot be followed
+        return
+
+    def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return model.kwargs.get("ties") is None or storage_key(one) == storage_key(other)
+
+    yield patch.object(utils, name, are_equal)
 
 
 def _truncated() -> Any:
@@ -312,7 +327,8 @@ def _deserialized() -> Iterator[None]:
     registry = "_package_registry"
     before = [*getattr(torch.serialization, registry)]
     with patch.object(torch.serialization, registry, before):
-        torch.serialization.register_package(15, lambda _: None, move)  # between CPU and CUDA
+        # Between CPU (10) and CUDA (20).
+        torch.serialization.register_package(15, lambda _: None, move)
         yield
 
 

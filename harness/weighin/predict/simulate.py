@@ -69,7 +69,17 @@ def make_sparse(
     target = formats.checkpoint_in(folder, fmt)
     target.parent.mkdir(parents=True)
     write(fmt, target, tensors, None)
+    if library_of(model.builder):
+        _tell_apart(target)
     return target
+
+
+def _tell_apart(checkpoint: Path) -> None:
+    """Give each tensor other first bytes, so that no two are equal but those that are one."""
+    for number, one in enumerate(formats.read(checkpoint), start=1):
+        with one.file.open("rb+") as file:
+            file.seek(one.offset)
+            file.write(number.to_bytes(8, "little")[: one.nbytes])
 
 
 def main_dtype(checkpoint: Path) -> str:
@@ -103,7 +113,7 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
     if quantised.of_model(model) or formats.detect(source) == gguf.NAME or adapter_of(model):
         return  # the load of the cell alone tells
     ledger = Ledger(None, memory_of(read_status()))
-    with suppress(CannotFollow), _intercepted(ledger):
+    with suppress(CannotFollow), _intercepted(ledger, model):
         truth.loaded(model, source, getattr(torch, own_dtype(model)))
 
 
@@ -120,14 +130,15 @@ def run(
     function: Function | None = None,
     inputs: Inputs | None = None,
 ) -> Prediction:
-    """Run a cell's strategy on tensors that only reserve address space; return the memory and work of a real
-    load."""
+    """Run a cell's strategy on tensors that only reserve address space, and return what a load takes."""
     device, dtype = torch.device(cell.device), getattr(torch, cell.dtype)
     gpu = CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None
     ledger = Ledger(gpu, baseline, own_bytes)
     PRELOADED.on_import = ledger.adopt
-    job = Load(checkpoint, device, dtype, cell.options, cell.model, builder, ledger)
-    with _intercepted(ledger):
+    job = Load(
+        checkpoint, device, dtype, cell.options, _model=cell.model, _builder=builder, _marks=ledger
+    )
+    with _intercepted(ledger, cell.model):
         modules = len(sys.modules)
         load = import_strategy(strategy)
         with safetensors_reads(ledger, load.__globals__):
@@ -140,7 +151,7 @@ def run(
         return done
     if inputs and device.type == "cpu":
         _multiply(model)
-    with _intercepted(ledger):
+    with _intercepted(ledger, cell.model):
         inputs = inputs and inputs.to(device)
         ledger.restart_peaks()
         with ledger.phase(phase_of(use)):
@@ -155,9 +166,9 @@ def run(
 
 
 @contextmanager
-def _intercepted(ledger: Ledger) -> Iterator[None]:
+def _intercepted(ledger: Ledger, model: ModelSpec) -> Iterator[None]:
     gpu = pretended(ledger) if ledger.cuda else nullcontext()
-    with declared(ledger), gpu, Operations(ledger):
+    with declared(ledger, model), gpu, Operations(ledger):
         yield
 
 
