@@ -123,6 +123,25 @@ def test_two_to_26_runs_can_be_compared(count: int, here: Path) -> None:
     assert len(compare([here / "good"] * 26)[1]["runs"]) == 26
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "no record has it\nname runs in which commit differs, or leave out --by commit"),
+        (
+            1,
+            "all records have commit 00\nname runs in which commit differs, or leave out --by commit",
+        ),
+        (27, "the records have 27 of it, more than 26\nname runs with at most 26 of it"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_two_to_26_commits_can_be_compared(count: int, said: str) -> None:
+    one = make_result(make_cell("streaming"))
+    commits = [{"git_commit": f"{number:02}"} for number in range(count)] or [{}]
+    run_of(Path("many"), *(replace(one, environment={"cpus": 1} | each) for each in commits))
+    assert refused(compare, [Path("many")], by="commit") == f"cannot compare by commit: {said}"
+
+
 @pytest.mark.usefixtures("here")
 def test_settings_are_keys_of_pyproject() -> None:
     assert typed("check older --baseline baseline.json --update")[0] == 0

@@ -300,7 +300,7 @@ def test_a_conversion_copies_codes_as_they_are_or_refuses(
     assert state_differences(copied, quantised_state(name)) == []
     code, text = run("convert", folder, tmp_path / "cast.safetensors", "--dtype", "bf16")
     assert code == 2
-    assert "converted with --dtype, they would be useless" in text
+    assert "in another dtype, the quantised values would be useless" in text
     assert not (tmp_path / "cast.safetensors").exists()
 
 

@@ -164,7 +164,7 @@ class Conversion:
             check_converts(self.source, slices, "leave --dtype out")
         if self.dtype and found:
             raise CheckpointError(
-                f"{self.source}: {found.summary}; converted with --dtype, they would be useless",
+                f"{self.source}: {found.summary}; in another dtype, the quantised values would be useless",
                 "leave --dtype out to copy the quantised values and their scales"
                 + (", or add --keys model to dequantise them" if found.dequantises else ""),
             )

@@ -139,16 +139,18 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
         )
     if typed["github"] and typed["json"] == _console.STDOUT:
         raise ConfigError(
-            "--github and --json=- both write to standard output",
+            "--github and --json - both write to standard output",
             "give --json a file: --json check.json",
         )
     with _console.working(f"reading {' '.join(map(str, typed['runs']))}"):
         measured = checks.read_runs(typed["runs"])
     _console.note(*measured.warnings)
-    given = {"tolerances": typed["tolerance"], "settings": typed["setting"], "partial": partial}
+    tolerances, settings = typed["tolerance"], typed["setting"]
     if typed["update"]:
         with _console.working("comparing the figures"):
-            changes = checks.update(measured, baseline, **given)
+            changes = checks.update(
+                measured, baseline, tolerances=tolerances, settings=settings, partial=partial
+            )
         # Shown before the figures are judged: a rule that cannot be read ends the check.
         colours, err = {"+": "green", "-": "red", "@": "cyan"}, typed["json"] == _console.STDOUT
         changes = [click.style(text, fg=colours.get(text[0])) for text in changes]
@@ -156,9 +158,16 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
         for text in (*changes, end):
             click.echo(text, err=err, color=_console.colour())
     with _console.working("comparing the figures"):
-        given |= {"budgets": typed["budget"], "expected": typed["expect"]}
-        metrics = _options.names(typed["metrics"])
-        result = checks.check(measured, baseline, metrics=metrics, **given)
+        result = checks.check(
+            measured,
+            baseline,
+            metrics=_options.names(typed["metrics"]),
+            tolerances=tolerances,
+            settings=settings,
+            partial=partial,
+            budgets=typed["budget"],
+            expected=typed["expect"],
+        )
     _write(result, typed)
     if result.failed:
         _console.note(*_repairs(result, measured, baseline, partial=partial))

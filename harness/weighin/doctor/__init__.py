@@ -177,7 +177,8 @@ def _machine() -> Iterator[Capability]:
     yield Capability("RAM", "yes", f"{format_bytes(free)} free of {format_bytes(total)}{limited}")
     disk = format_bytes(shutil.disk_usage(temporary_folders.folder()).free)
     yield Capability("disk for checkpoints", "yes", f"{disk} free at {temporary_folders.folder()}")
-    if not any(Path("/dev", one).exists() for one in ("nvidiactl", "dxg", "kfd")):  # or WSL, AMD
+    devices = ("nvidiactl", "dxg", "kfd")  # of NVIDIA, of WSL and of AMD
+    if not any(Path("/dev", one).exists() for one in devices):
         yield Capability("CUDA GPU", "partly", "none: cells load to the CPU only")
         return
     seen = gpu_memory.look()

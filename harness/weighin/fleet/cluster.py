@@ -106,7 +106,7 @@ class Cluster:
         if tasks := [each.task for each in assignments]:  # type: ignore[attr-defined]
             for task in tasks:
                 ray.cancel(task)
-            ray.wait(tasks, num_returns=len(tasks), timeout=45.0)
+            ray.wait(tasks, num_returns=len(tasks), timeout=45.0)  # longer than node._PATIENCE_S
 
     def find(self) -> list[Node]:
         """Ask all nodes at the same time what they have; return those that can measure."""

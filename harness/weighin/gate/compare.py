@@ -25,6 +25,7 @@ from weighin.show.table import Column, Document, Entry, Lines, Table
 from weighin.text import one_line
 
 _COMMIT_LENGTH: Final = 10
+_NOT_SET: Final = "not set"
 _OUTCOME: Final = "outcome"
 _OF_MACHINE: Final = (
     "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
@@ -111,7 +112,11 @@ def _incomparable(groups: Sequence[Group], by: str) -> ConfigError:
     known = {"run", "machine", "commit", *(name for one in groups for name in one.environment)}
     if by not in known:
         return UnknownName("setting", by, known)
-    found = ", ".join(group.name for group in groups[:5])
+    if len(groups) > 1:
+        what = f"cannot compare by {by}: the records have {len(groups)} of it"
+        most = len(ascii_uppercase)
+        return ConfigError(f"{what}, more than {most}", f"name runs with at most {most} of it")
+    found = "".join(group.name for group in groups if group.name != f"{by} {_NOT_SET}")
     return ConfigError(
         f"cannot compare by {by}: all records have {found}"
         if found
@@ -135,7 +140,7 @@ def _split(runs: Sequence[Group], by: str) -> list[Group]:
             return fingerprint(result.environment)
         settings = settings_of([result.environment])
         names = ("git_commit" if by == "commit" else by, f"releases.{by}", f"packages.{by}")
-        return str(next((settings[name] for name in names if name in settings), "not set"))
+        return str(next((settings[name] for name in names if name in settings), _NOT_SET))
 
     parts = [
         (key, replace(run, results=results))

@@ -95,10 +95,11 @@ class ProcessTable:
     def look(self, pids: Collection[int], t_ns: int) -> None:
         for pid in self._running.keys() - pids:
             self._ended.append(self._running.pop(pid))
-        for pid in pids:
+        for pid in pids:  # ``read`` finds its parent and command
             self._running.setdefault(pid, _Seen(pid, 0, "", t_ns, t_ns)).end_ns = t_ns
         running = self._running.values()
-        new = [seen for seen in running if t_ns - seen.start_ns < 2e8]  # a fork may call exec
+        # Within 0.2 s of its start, a forked child may call exec.
+        new = [seen for seen in running if t_ns - seen.start_ns < 200_000_000]
         with self._reading as is_due:
             for seen in running if is_due else new:
                 seen.read(self._running)

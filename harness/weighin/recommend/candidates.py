@@ -28,6 +28,12 @@ that is not this text and does not begin with ``SAVED_AS`` is the name of a pack
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the largest error of a predicted RAM floor
 _OF_FOLDERS: Final = frozenset({"safetensors", *(each.name for each in LIBRARIES)})
 """Packages that users of Hugging Face folders have, so that they do not count as requirements."""
+_DOUBT_TIMES: Final = 2
+"""A strategy with a predicted time precedes a measured one only if it is faster by this factor."""
+_SAME_TIME, _SAME_TIME_S = 1.2, 0.1
+"""Counted times within this factor or difference are equal: predictions are no more accurate."""
+_CONVERSION_S: Final = 1.0
+"""A conversion takes this time, and as long as a load: that much longer a predicted load counts."""
 READ_AHEAD: Final = 2
 """The number of requests that the kernel sends at once for sequential reads: the one for which the
 reader waits, and the next one (read-ahead)."""
@@ -288,8 +294,8 @@ def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
             return float("inf")
         if candidate.time_from == MEASURED:
             return candidate.ready_s
-        time_s = candidate.ready_s * (2 if is_any_measured else 1)
-        return 2 * time_s + 1.0 if _demands(candidate)[0] else time_s  # a conversion takes as long
+        time_s = candidate.ready_s * (_DOUBT_TIMES if is_any_measured else 1)
+        return 2 * time_s + _CONVERSION_S if _demands(candidate)[0] else time_s
 
     as_fast_s = 0.0
     if fastest := min(alike, key=counted_s, default=None):
@@ -297,7 +303,7 @@ def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
         if fastest.time_from == MEASURED:
             as_fast_s += fastest.noise_s or 0.0
         else:
-            as_fast_s = max(1.2 * as_fast_s, as_fast_s + 0.1)
+            as_fast_s = max(_SAME_TIME * as_fast_s, as_fast_s + _SAME_TIME_S)
 
     def key(candidate: Candidate) -> tuple[object, ...]:
         time_s = counted_s(candidate)

@@ -352,7 +352,7 @@ class Listener:
         if pid:  # 0 stands for a process of another pid namespace
             with suppress(OSError):  # /proc hides other users' processes
                 ticks = start_time(pid) or -1  # it has ended, and its messages wait
-        if ticks is None or len(self._connections) >= 512:
+        if ticks is None or len(self._connections) >= 512:  # a program may open too many
             connection.close()
             return
         connection.setblocking(False)

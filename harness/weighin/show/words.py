@@ -260,7 +260,7 @@ def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     """Return days and commits as text; ``made`` has each measurement's environment and start time."""
     commits: dict[str, None] = {}
     for environment, _ in made:
-        commit = str(environment.get("git_commit") or "")[:10]
+        commit = str(environment.get("git_commit") or "")[:10]  # as weighin compare does
         changed = " with changes" if commit and environment.get("git_dirty") else ""
         commits[f"{commit or 'unknown'}{changed}"] = None
     days = sorted({day[:10] for _, day in made} - {""})

@@ -22,6 +22,7 @@ from weighin.errors import CheckpointError
 from weighin.files import read_bytes
 from weighin.stream.pretrained_library import PIPELINE, WEIGHTS
 from weighin.text import few, first_names, one_line, shown
+from weighin.units import MIB
 
 # Only of a file that ends too early: other faults do not prove that a copy is cut off.
 AGAIN: Final = "copy or download the file again"
@@ -274,7 +275,7 @@ def looks_like_path(text: str) -> bool:
 def read_object(path: Path, repair: str) -> dict[str, Any]:
     """Return the JSON object in a file of somebody else's, in bounded memory."""
     try:
-        text = read_bytes(path)  # 16 MiB have 170,000 keys, which take 12 times the memory
+        text = read_bytes(path, 16 * MIB)  # 170,000 keys, which take 12 times the memory
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise unreadable(path, error) from error

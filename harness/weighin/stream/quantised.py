@@ -189,10 +189,12 @@ def dequantising(folder: Path) -> dict[str, Any]:
 
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the description of the quantisation, or {}, and where it is: ``_KEY`` only if from_pretrained reads it."""
+    # Transformers looks in the configuration, and in its part for the text model.
     for part in (config, *(config.get(name) for name in ("text_config", "decoder", "generator"))):
         if isinstance(part, Mapping) and isinstance(found := part.get(_KEY), Mapping):
             return found, _KEY
     for name, part in config.items():
+        # These two names are keys of other libraries, which transformers does not read.
         if name in ("compression_config", "quantization") and isinstance(part, Mapping):
             return part, f"{name} in {CONFIG}"
         if isinstance(part, Mapping) and isinstance(found := part.get(_KEY), Mapping):

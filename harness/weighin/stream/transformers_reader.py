@@ -243,7 +243,7 @@ def _install(replaced: ExitStack) -> None:
     warnings.simplefilter("ignore")
     replaced.callback(torch.set_rng_state, torch.get_rng_state())
     map_large_tensors()
-    replaced.callback(map_large_tensors, 32 * 1024**2)
+    replaced.callback(map_large_tensors, 32 * 1024**2)  # glibc's own highest threshold
     try:
         from transformers import core_model_loading as core
         from transformers import modeling_gguf_pytorch_utils as of_gguf
