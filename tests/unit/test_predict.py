@@ -194,7 +194,7 @@ def told(one: Prediction) -> list[str]:
     from_disk = "an unknown size" if one.disk_read_bytes is None else f"{read} pages"
     said = [
         f"{one.model_bytes} B, {one.checkpoint_dtype}",
-        f"reads {one.work.read_bytes} B in {one.work.archives} archives, maps {mapped} pages; {from_disk} from the disk",
+        f"reads {one.work.read_bytes} B, archives: {one.work.archives}, maps {mapped} pages; {from_disk} from the disk",
         *one.reasons,
         f"phases: {', '.join(phase.name for phase in one.phases)}",
         *(fact for fact, is_so in facts.items() if is_so),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from factories import refused
+from typed_here import typed
 
 from weighin.cell import Cell, ModelSpec, Operation
 from weighin.plan.loads import plan_cell
@@ -106,6 +107,7 @@ def test_an_installed_package_offers_a_strategy(
     found = registry.strategies(operation)["fast_one"]
     assert (found.path, found.formats) == (path, ("safetensors", "pt"))
     assert registry.strategy("fast_one", operation) == found
+    assert "fast_one" in typed("list strategies")[1]
     assert "fast_one" not in sys.modules
 
 
