@@ -55,7 +55,11 @@ class UnknownName(ConfigError):
 
         names = sorted(known)
         small = [one for one in names if one == f"{name}-small"]  # "gpt2", as the Hub calls it
-        near = small or get_close_matches(name, names, n=1, cutoff=0.5)
+        longest_first = sorted(names, key=len, reverse=True)
+        words = {word: one for one in longest_first for word in one.replace("-", "_").split("_")}
+        words |= {one: one for one in names}
+        # Half of the letters agree by chance, as of "set" and "use".
+        near = small or [words[one] for one in get_close_matches(name, words, n=1, cutoff=0.7)]
         hint = f"did you mean {near[0]!r}? " if near else ""
         listing = f"{hint}known: {', '.join(names) or 'none'}" + (f"; {repair}" if repair else "")
         super().__init__(f"no {kind} is called {name!r}", listing)
