@@ -10,11 +10,11 @@ from typing import Any, Final
 from weighin.cell import Cell, is_of_use
 
 SCHEMA: Final = 1
-IMPORT_TRANSFORMERS: Final = "import transformers"
+LIBRARY_IMPORT: Final = "import transformers"
 UNNAMED: Final = "other"  # the phase of time outside all named ones, or of a whole load without any
 # The phases that end at ``ready``: one reads every byte of a loaded model, one writes a saved checkpoint.
 UNTIL_READY: Final = ("touch", "sync")
-_BEFORE: Final = ("import", IMPORT_TRANSFORMERS, "import diffusers", "import timm", "prepare")
+_BEFORE: Final = ("import", LIBRARY_IMPORT, "import diffusers", "import timm", "prepare")
 # weighin's own phases, whose names a strategy must not use:
 OURS: Final = (*_BEFORE, *UNTIL_READY, "verify", "forward", UNNAMED)
 NOT_DROPPED: Final = "not dropped"  # the page cache of a cold cell whose checkpoint stayed in it

@@ -5,7 +5,7 @@ This module runs in a child, which needs memory for the buffers, a few pieces of
 in several parts or computed, or for the whole model if it has non-persistent buffers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -272,7 +272,11 @@ def _index_folder(
         for name in written_after_load(model) & places.keys() & described.keys():
             kept = described[name].dtype
             in_file[name] = {dtype_name(kept): reader.checksum_of(places[name], kept)}
-    keys = f"quantised with {quantised.method}" if quantised else _other_keys(slices, described)
+    stored = {where.name for where in slices}
+    firsts = {n: one.shared_with or n for n, one in described.items() if one.is_stored}
+    are_same = stored <= firsts.keys() and {firsts[n] for n in stored} == {*firsts.values()}
+    keys = "" if are_same else "keys converted, renamed, computed or left out"
+    keys = f"quantised with {quantised.method}" if quantised else keys
     return _write_manifest(
         spec, str(checkpoint), folder, described, sums, "" if is_gguf else keys, in_file
     )
@@ -295,14 +299,6 @@ def _buffer_sums(spec: ModelSpec, described: Mapping[str, Described]) -> Sums:
         for name, value in construct.constructed_buffers(build, spec.kwargs, dtype).items():
             sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
     return sums
-
-
-def _other_keys(slices: Sequence[Slice], described: Mapping[str, Described]) -> str:
-    """Say that the keys of the file and the model differ, or return an empty string."""
-    stored = {where.name for where in slices}
-    firsts = {n: one.shared_with or n for n, one in described.items() if one.is_stored}
-    are_same = stored <= firsts.keys() and {firsts[n] for n in stored} == {*firsts.values()}
-    return "" if are_same else "keys converted, renamed, computed or left out"
 
 
 def _check_fits(

@@ -28,4 +28,4 @@ def doctor(context: click.Context, typed: dict[str, Any]) -> None:
     examination = of_machine.examine()
     _console.deliver(typed["json"], examination.as_json(), of_machine.table(examination))
     if not examination.holds_a_limit:
-        context.exit(3)
+        context.exit(3)  # no isolation holds a limit

@@ -145,12 +145,10 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
     with _console.working(f"reading {' '.join(map(str, typed['runs']))}"):
         measured = checks.read_runs(typed["runs"])
     _console.note(*measured.warnings)
-    tolerances, settings = typed["tolerance"], typed["setting"]
+    rules = {"tolerances": typed["tolerance"], "settings": typed["setting"]}
     if typed["update"]:
         with _console.working("comparing the figures"):
-            changes = checks.update(
-                measured, baseline, tolerances=tolerances, settings=settings, partial=partial
-            )
+            changes = checks.update(measured, baseline, partial=partial, **rules)
         # Shown before the figures are judged: a rule that cannot be read ends the check.
         colours, err = {"+": "green", "-": "red", "@": "cyan"}, typed["json"] == _console.STDOUT
         changes = [click.style(text, fg=colours.get(text[0])) for text in changes]
@@ -158,16 +156,9 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
         for text in (*changes, end):
             click.echo(text, err=err, color=_console.colour())
     with _console.working("comparing the figures"):
-        result = checks.check(
-            measured,
-            baseline,
-            metrics=_options.names(typed["metrics"]),
-            tolerances=tolerances,
-            settings=settings,
-            partial=partial,
-            budgets=typed["budget"],
-            expected=typed["expect"],
-        )
+        rules |= {"budgets": typed["budget"], "expected": typed["expect"]}
+        metrics = _options.names(typed["metrics"])
+        result = checks.check(measured, baseline, metrics=metrics, partial=partial, **rules)
     _write(result, typed)
     if result.failed:
         _console.note(*_repairs(result, measured, baseline, partial=partial))

@@ -233,8 +233,8 @@ class Driver:
 
     def _write(self, cell: Cell, files: dict[str, str]) -> None:
         """Write a cell's samples before its record, so that a record always has its samples."""
-        ranks = [None, *(range(cell.ranks) if cell.ranks > 1 else ())]
-        own = {run_folder.samples_path(cell, rank) for rank in ranks}
+        of_ranks = range(cell.ranks) if cell.ranks > 1 else ()
+        own = {run_folder.samples_path(cell, rank) for rank in (None, *of_ranks)}
         for name, content in files.items():
             if name not in own:
                 raise RecordError(

@@ -211,7 +211,7 @@ def parse_expected(text: str) -> list[Expectation]:
 
 
 def expectation(selector: str, outcome: str) -> Expectation:
-    """Raise ConfigError if the outcome cannot be expected."""
+    """Return an expected outcome; raise ConfigError if the outcome cannot be expected."""
     if outcome not in {*Outcome}:
         raise ConfigError(
             f"expect: {selector}={outcome}: there is no outcome {outcome!r}", _OUTCOMES

@@ -191,15 +191,13 @@ def _comparison(model: ModelSpec) -> Iterator[Any]:
 
     The answer is known: ``models.description`` has compared the values in the user's files.
     """
-    utils = sys.modules.get("transformers.modeling_utils")
-    name = "_tied_params_are_equal"
-    if not hasattr(utils, name):  # older releases call torch.equal, which cannot be followed
-        return
 
     def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return model.kwargs.get("ties") is None or storage_key(one) == storage_key(other)
 
-    yield patch.object(utils, name, are_equal)
+    utils, name = sys.modules.get("transformers.modeling_utils"), "_tied_params_are_equal"
+    if hasattr(utils, name):  # older releases call torch.equal, which cannot be followed
+        yield patch.object(utils, name, are_equal)
 
 
 def _truncated() -> Any:

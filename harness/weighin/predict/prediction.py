@@ -102,8 +102,7 @@ class Prediction(Peaks):
 
     @property
     def floor_least_bytes(self) -> int | None:
-        """The RAM limit that should suffice in the most favourable process, if the kernel reads ahead less,
-        too."""
+        """The RAM limit that suffices if the heap is reused best and the kernel reads ahead less."""
         if self.floor_bytes is None:
             return None
         least = self.with_use("host_anon_least_bytes") or 0

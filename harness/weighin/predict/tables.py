@@ -73,7 +73,10 @@ def _table(model: str, predictions: Sequence[Prediction]) -> Table:
     for column, size in _SIZES.items():
         sizes = [size(one) for one in predictions]
         if any(one is not None for one in sizes):
-            columns[column] = ["" if one is None else _gib(one) for one in sizes]
+            columns[column] = [
+                "" if one is None else f"{one / GIB:.{1 if one >= 100 * GIB else 3}f}"
+                for one in sizes
+            ]
     title = (
         f"{model} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
         f" · {first.cell.dtype} · predicted peaks, GiB"
@@ -88,8 +91,3 @@ def _name(prediction: Prediction) -> str:
     words = [f"{key}={value}" for key, value in cell.options.items()]
     words += [f"ranks={cell.ranks}"] if cell.ranks > 1 else []
     return " ".join([prediction.strategy, *words])
-
-
-def _gib(size: int) -> str:
-    """Format a size in GiB with three decimals, or with one from 100 GiB on."""
-    return f"{size / GIB:.1f}" if size >= 100 * GIB else f"{size / GIB:.3f}"

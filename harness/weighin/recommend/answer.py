@@ -239,6 +239,7 @@ def _code(advice: Advice, best: Candidate) -> str:
     try:
         return snippet(
             info, device=question.device, dtype=question.dtype, adapter=adapter,
+            # What the command of ``notes`` writes.
             checkpoint=f"weights{formats.suffix_of(best.format)}" if advice.saves_again else str(checkpoint or "model.pt"),
             options={} if advice.saves_again else planned.cell.options,
             keeps_dtypes=bool(hugging_face_folder.folder_library(question.model)),

@@ -13,15 +13,7 @@ from typing import Final, Literal, TypeVar
 
 from weighin.cell import Operation
 from weighin.errors import UnknownName
-from weighin.result import (
-    IMPORT_TRANSFORMERS,
-    UNNAMED,
-    UNTIL_READY,
-    Outcome,
-    Phase,
-    Result,
-    phases_of,
-)
+from weighin.result import LIBRARY_IMPORT, UNNAMED, UNTIL_READY, Outcome, Phase, Result, phases_of
 from weighin.units import GIB, MIB, format_bytes, format_seconds, parse_bytes, parse_seconds
 
 Direction = Literal["lower", "higher", "both"]
@@ -179,7 +171,7 @@ _TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)
 # has one phase for each: its peak is the highest of them, its memory that at the end of the last one.
 FIGURES: Final = (
     Metric("import_s", "import", "ns", "exact, clock", lambda r: r.cost.import_ns if r.cost else None, "time of import torch, which ends before the load begins", rank=21),
-    Metric("import_transformers_s", "import transformers", "ns", "exact, clock", lambda r: _time_of(IMPORT_TRANSFORMERS, r), "time of the import of the model's class from transformers, which ends before the load begins", rank=18),
+    Metric("import_transformers_s", "import transformers", "ns", "exact, clock", lambda r: _time_of(LIBRARY_IMPORT, r), "time of the import of the model's class from transformers, which ends before the load begins", rank=18),
     Metric("load_s", "load", "ns", "exact, clock", lambda r: r.load_ns, "time until the strategy returned, without the pauses in which weighin reads the peaks", "load", "time", _TIME, _OF_MODELS, is_usual=True),
     Metric("ready_s", "ready", "ns", "exact, clock", lambda r: r.ready_ns, "load plus the time until every byte of every parameter and buffer was read once, because a lazy load returns before it reads the file", "ready", "time", _TIME, _OF_MODELS, is_usual=True),
     Metric("ready_and_pass_s", "ready + first pass", "ns", "exact, clock", lambda r: through_first_pass_ns(r) if r.cell.disk else None, "ready plus the time of the first forward pass"),

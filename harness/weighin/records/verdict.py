@@ -83,7 +83,8 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
         of = "run" if is_command else "load"
         said.append(f"waited for memory {some:.0%} of the {of} (all tasks at once {full:.0%})")
 
-    peak, using = result.peaks.cgroup_bytes, (p.peak_cgroup_bytes or 0 for p in result.use_phases)
+    peak = result.peaks.cgroup_bytes
+    using = (phase.peak_cgroup_bytes or 0 for phase in result.use_phases)
     charge = None if peak is None else max(peak, *using, 0)
     if lost_time and charge is not None and charge < min(limit, cell.ram_high_bytes or limit):
         # Below its limit, pages are reclaimed because the whole machine lacks memory.

@@ -229,6 +229,8 @@ class Watch:
         self._reading = threading.RLock()  # of the mark, for this thread and the listener's
         self.started_ns = self.ended_ns = time.monotonic_ns()
 
+    # Before and while the cell runs
+
     def begin(self, running: Running) -> None:
         self.running, self.cgroup = running, cgroup_of(running)
         is_alone = running.pid and not running.cgroup
@@ -338,6 +340,8 @@ class Watch:
     def server_ready_ns(self) -> int | None:
         return self._spec.readiness.ready_ns if self._spec.readiness else None
 
+    # What the cell reports
+
     def _take(self, reported: Reported, message: Message) -> None:
         of_load = self._spec.is_load and (reported in self.ranks or isinstance(message, Ended))
         if not of_load and not isinstance(message, Begin | End):
@@ -401,6 +405,8 @@ class Watch:
             self._start_sampling()
         if self.cgroup and self.cgroup.reset_peak():
             self.peak_bytes = None
+
+    # The end of the cell
 
     def end(self) -> None:
         """Stop a server, wait for the end of the cell, and read its last figures."""

@@ -39,7 +39,7 @@ _COLOURS: Final = {
     "safetensors": "#882255",
 }  # fmt: skip
 _FALLBACK: Final = ("#88CCEE", "#CC6677", "#AA4499", "#661100", "#6699CC", "#888888")
-_TITLE_IN: Final = 0.34
+_TITLE_IN, _LEGEND_ROW_IN, _LINE_IN = 0.34, 0.24, 0.16
 
 
 def colour(strategy: str) -> str:
@@ -110,8 +110,8 @@ def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[
     wrapped = [part for line in lines for part in textwrap.wrap(verbatim(line), 145)]
     columns = len(handles) if len(handles) <= 4 else 3
     legend_rows = -(-len(handles) // columns) if handles else 0
-    above = _TITLE_IN + 0.24 * legend_rows
-    below = 0.16 * len(wrapped) + 0.1
+    above = _TITLE_IN + _LEGEND_ROW_IN * legend_rows
+    below = _LINE_IN * len(wrapped) + 0.1
     height = figure.get_figheight() + above + below
     figure.set_figheight(height)
     if engine := figure.get_layout_engine():

@@ -210,9 +210,6 @@ _DCP_AGAIN: Final = (
     "save it again with torch.distributed.checkpoint.save; if torch.distributed.checkpoint.load cannot"
     " read it either, the folder is damaged"
 )
-_MERGE: Final = (
-    "merge it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {} FILE.pt"
-)
 _KNOWN: Final = re.compile(
     r"torch\.distributed\.checkpoint\.metadata\.(Metadata|MetadataIndex|TensorStorageMetadata"
     r"|BytesStorageMetadata|ChunkStorageMetadata|TensorProperties|StorageMeta|_MEM_FORMAT_ENCODING)"
@@ -235,7 +232,7 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
         raise foreign.unreadable(path, error) from error
     if odd := [name for name in pickled.names if not _KNOWN.fullmatch(name)]:
         what = "the pickle holds more than tensors, and weighin did NOT execute it: it refers to"
-        repair = f"if you trust the folder, {_MERGE.format(quote(str(folder)))} (this executes the pickle)"
+        repair = f"if you trust the folder, {_merge(path)}"
         raise CheckpointError(f"{path}: {what} {odd[0]}", repair)
     metadata = _fields(pickled.value)
     tensors, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
@@ -318,6 +315,11 @@ def _dcp_tensor(
     return replace(parts[0], shape=shape, stride=row_major(shape), start=(), parts=tuple(parts))
 
 
+def _merge(index: Path) -> str:
+    command = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+    return f"merge it: {command} {quote(str(index.parent))} FILE.pt (this executes the pickle)"
+
+
 def _check_tiles(path: Path, key: str, shape: Shape, blocks: Sequence[tuple[Shape, Shape]]) -> None:
     """Raise CheckpointError unless at most 2,000 blocks contain each element, and exactly once."""
     for start, size in blocks:
@@ -326,8 +328,8 @@ def _check_tiles(path: Path, key: str, shape: Shape, blocks: Sequence[tuple[Shap
             what = f"the part of {shown(key)} at {start} is outside the shape {shape}"
             raise foreign.damaged(path, what, _DCP_AGAIN)
     if len(blocks) > _MOST_BLOCKS:
-        merge = _MERGE.format(quote(str(path.parent)))
-        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", merge)
+        what = f"{shown(key)} is stored in {len(blocks):,} parts"
+        raise CheckpointError(f"{path}: {what}", _merge(path))
     solid = [block for block in blocks if prod(block[1])]
     for (start, size), (other, others) in combinations(solid, 2):
         pairs = zip(start, size, other, others, strict=True)

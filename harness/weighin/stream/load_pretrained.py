@@ -137,7 +137,11 @@ def load_pretrained(
         check_used(f"a folder of {found.library.name}")
         wanted = getattr(torch, kind) if isinstance(kind, str) else kind or torch.float32
         if found.library is libraries.DIFFUSERS:
-            return _of_diffusers(found, wanted, threads).to(place).eval()
+            made = {"architecture": found.library.class_in(found.config), "config": found.config}
+            with reading(Load((), threads)):
+                pipeline, missing = pretrained_diffusers.reference(made, found.checkpoint, wanted)
+            _refuse_drawn(pipeline, found.checkpoint, missing)
+            return own(pipeline).to(place).eval()
         model = _of_timm(found, selection, wanted).to(place)
         model.pretrained_cfg["file"] = str(type(folder)(path))
         return model
@@ -213,15 +217,6 @@ def _check_codes(model: Any, checkpoint: Path, slices: Sequence[Slice], load: Lo
                 "load the model with the library that quantised the weights, or copy its"
                 " 'quantization_config' into config.json",
             )
-
-
-def _of_diffusers(found: PretrainedFolder, dtype: torch.dtype, threads: int | None) -> Any:
-    file = found.checkpoint
-    kwargs = {"architecture": found.library.class_in(found.config), "config": found.config}
-    with reading(Load((), threads)):
-        model, missing = pretrained_diffusers.reference(kwargs, file, dtype)
-    _refuse_drawn(model, file, missing)
-    return own(model)
 
 
 def _of_timm(found: PretrainedFolder, selection: libraries.Selection, dtype: torch.dtype) -> Any:
