@@ -2,11 +2,11 @@
 
 import shutil
 import textwrap
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import click
 
@@ -184,20 +184,11 @@ def verb(*params: click.Parameter, name: str = "", **attributes: Any) -> Callabl
     return decorate
 
 
-class _Commands(Mapping[str, click.Command]):
+class _Commands(UserDict[str, Any]):
     """Verbs by name, each of which is imported when it is looked up."""
 
-    def __init__(self, names: Sequence[str], load: Callable[[str], click.Command]) -> None:
-        self._verbs = dict.fromkeys(names, cache(load))
-
     def __getitem__(self, name: str) -> click.Command:
-        return self._verbs[name](name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._verbs)
-
-    def __len__(self) -> int:
-        return len(self._verbs)
+        return self.data[name](name)  # type: ignore[no-any-return]
 
 
 class Verbs(click.Group):
@@ -216,7 +207,7 @@ class Verbs(click.Group):
     ) -> None:
         super().__init__(name, **attributes)
         names = [one for panel in panels.values() for one in panel]
-        self.commands = cast("dict[str, click.Command]", _Commands(names, load))
+        self.commands = _Commands(dict.fromkeys(names, load))
         self.panels, self.codes, self.topics = panels, codes, topics
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
