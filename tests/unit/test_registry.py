@@ -190,7 +190,7 @@ def test_a_suite_by_its_name_from_any_folder(here: Path) -> None:
 
 
 def test_each_suite_says_what_it_measures() -> None:
-    assert all(read_mapping(path)["description"] for path in registry.suites().values())
+    assert all(read_mapping(path)["description"] for path in registry.files("suites").values())
 
 
 def test_a_name_that_would_move_the_cursor_is_cleaned_or_refused(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_each_file_of_a_model_is_read_once_for_all_cells(monkeypatch: MonkeyPatc
     forge(lambda plan: plan.update(note="changed"))
     monkeypatch.setattr(registry, "read_model", read := Mock(wraps=registry.read_model))
     assert len(resume(Path("run")).planned) == 3
-    assert read.call_count == len(registry.models())
+    assert read.call_count == len(registry.files("models"))
 
 
 def own_run(**options: Any) -> Run:

@@ -69,7 +69,7 @@ def _entries(kind: str) -> list[dict[str, Any]]:
             listed = {fact: list(getattr(info, fact)) for fact in facts}
             found.append({"name": name, "summary": info.summary, **listed, "path": str(info.path)})
         return found
-    for name, path in (registry.models if kind == "models" else registry.suites)().items():
+    for name, path in registry.files(kind).items():
         content = read_mapping(path)
         more = {"path": str(path)}
         if kind == "models":

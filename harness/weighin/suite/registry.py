@@ -249,22 +249,15 @@ def chosen_uses(names: list[str]) -> dict[str, str]:
     return found
 
 
-def models() -> dict[str, Path]:
-    return _files("models")
-
-
-def suites() -> dict[str, Path]:
-    return _files("suites")
-
-
-def _files(kind: str) -> dict[str, Path]:
+def files(kind: str) -> dict[str, Path]:
+    """Return the files of the built-in "models" or "suites", by name."""
     return {path.stem: path for path in sorted((data_folder("configs") / kind).glob("*.yaml"))}
 
 
 def suite_file(name: str) -> Path:
     """Return the file of a built-in suite by its name, or ``name`` itself if it is a path."""
     is_path = _is_path(name, ".yaml", ".yml")
-    return Path(name) if is_path else _known("suite", name, suites(), "--suite ./mine.yaml")
+    return Path(name) if is_path else _known("suite", name, files("suites"), "--suite ./mine.yaml")
 
 
 def read_model(path: Path) -> ModelSpec:
@@ -274,7 +267,7 @@ def read_model(path: Path) -> ModelSpec:
 
 def builders() -> set[str]:
     """Return the builders of weighin's own models, which run without ``--trust``."""
-    return {SYNTHESISED, *(read_model(path).builder for path in models().values())}
+    return {SYNTHESISED, *(read_model(path).builder for path in files("models").values())}
 
 
 def model(
@@ -330,7 +323,7 @@ def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
 
 def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = "") -> Path | None:
     """Return the file or folder that ``name`` stands for; None for a built-in model or a builder."""
-    if name in (known := models()) or user_code.is_file(name):
+    if name in (known := files("models")) or user_code.is_file(name):
         return None
     path = hf.path_of(Path(name.removeprefix(_FROM)), revision)
     if name.startswith(_FROM) or path.exists():
@@ -394,7 +387,7 @@ def notes_on(
 
 
 def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
-    if path := models().get(name):
+    if path := files("models").get(name):
         spec = read_model(path)
         others = {key: one for key, one in (kwargs or {}).items() if spec.kwargs.get(key) != one}
         return ModelSpec(with_arguments(spec.name, others), spec.builder, spec.kwargs | others)
