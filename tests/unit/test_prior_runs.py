@@ -39,11 +39,11 @@ def test_records_are_sorted_by_strategy_and_layout(tmp_path: Path) -> None:
     run_of(tmp_path / "a", measured(), measured("baseline"))
     run_of(tmp_path / "b", measured(format="safetensors"), measured(repeat=1))
     (tmp_path / "no run").mkdir()
-    found = find([tmp_path], WANTED)
+    found = find(tmp_path, WANTED)
     assert {key: len(one.ok_limits) for key, one in found.items()} == {
         ("streaming", "pt"): 2, ("streaming", "safetensors"): 1, ("baseline", "pt"): 1,
     }  # fmt: skip
-    assert find([tmp_path / "a"], WANTED).keys() == {("streaming", "pt"), ("baseline", "pt")}
+    assert find(tmp_path / "a", WANTED).keys() == {("streaming", "pt"), ("baseline", "pt")}
 
 
 OTHERS: dict[str, Result] = {
@@ -63,18 +63,18 @@ OTHERS: dict[str, Result] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_loads_and_other_machines_do_not_count(tmp_path: Path, other: str) -> None:
-    assert find([run_of(tmp_path / "other", OTHERS[other])], WANTED) == {}
-    assert len(find([run_of(tmp_path / "same", elsewhere(kernel="6.1"))], WANTED)) == 1
+    assert find(run_of(tmp_path / "other", OTHERS[other]), WANTED) == {}
+    assert len(find(run_of(tmp_path / "same", elsewhere(kernel="6.1")), WANTED)) == 1
 
 
 def test_of_a_load_with_another_use_only_the_ready_time_counts(tmp_path: Path) -> None:
     use = Use(anon_sampled_bytes=8 * GIB, children_private_bytes=(GIB, GIB))
     trained = replace(measured(use="adamw"), use=use)
     killed = replace(measured(use="adamw", ram_limit_bytes=GIB), outcome=Outcome.OOM_KILLED)
-    runs = [run_of(tmp_path, measured(), trained, killed)]
-    load = find(runs, WANTED)["streaming", "pt"]
+    run = run_of(tmp_path, measured(), trained, killed)
+    load = find(run, WANTED)["streaming", "pt"]
     assert (len(load.ok_limits), load.killed_limits, len(load.ready_s[None])) == (1, [], 2)
-    both = find(runs, replace(WANTED, use="adamw"))["streaming", "pt"]
+    both = find(run, replace(WANTED, use="adamw"))["streaming", "pt"]
     assert (len(both.ok_limits), both.killed_limits, len(both.ready_s[None])) == (1, [GIB], 2)
     assert (load.anon_bytes or 0) < 8 * GIB
     assert both.anon_bytes == 10 * GIB
@@ -85,10 +85,10 @@ def test_a_damaged_run_is_left_out_and_named_and_an_error_if_it_was_named(tmp_pa
     damaged = run_of(tmp_path / "b", measured())
     (damaged / run_folder.RECORDS).write_text("{}\n")
     texts: list[str] = []
-    assert find([tmp_path], WANTED, texts.append).keys() == {("streaming", "pt")}
+    assert find(tmp_path, WANTED, texts.append).keys() == {("streaming", "pt")}
     assert [text.startswith(str(damaged / run_folder.RECORDS)) for text in texts] == [True]
     with pytest.raises(RecordError):
-        find([damaged], WANTED)
+        find(damaged, WANTED)
 
 
 def test_what_lives_under_a_limit_lives_under_a_higher_one() -> None:

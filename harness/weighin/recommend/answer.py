@@ -173,7 +173,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     planned = [*_planned(question, fmt)]
     left_out: list[str] = []
     whole = [replace(one, cell=replace(one.cell, options={})) for one in planned]
-    evidence = find([question.results], whole[0].cell, left_out.append) if whole else {}
+    evidence = find(question.results, whole[0].cell, left_out.append) if whole else {}
     found = quantised.of_model(question.model)
     if found and question.checkpoint and not (evidence or found.dequantises):
         raise found.error(question.checkpoint)
@@ -214,8 +214,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         kinds = {one if one in ALLOWED else "packages" for one in asks - {OWN_CODE}}
         return kinds <= {*question.allow}
 
-    allowed = filter(is_allowed, judged)
-    return Advice(question, prior, tuple(candidates.ranked([*allowed])))
+    return Advice(question, prior, tuple(candidates.ranked([*filter(is_allowed, judged)])))
 
 
 def _code(advice: Advice, best: Candidate) -> str:

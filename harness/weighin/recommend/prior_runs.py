@@ -1,7 +1,7 @@
 """Read from earlier runs what this machine measured for one model and device."""
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -77,7 +77,7 @@ class Evidence:
 
 
 def find(
-    folders: Iterable[Path], wanted: Cell, left_out: Callable[[str], None] = lambda _: None
+    folder: Path, wanted: Cell, left_out: Callable[[str], None] = lambda _: None
 ) -> dict[tuple[str, str], Evidence]:
     """Return what this machine measured of loads like ``wanted``, by (strategy, format).
 
@@ -87,7 +87,7 @@ def find(
     """
     here = environment.machine()
     evidence: dict[tuple[str, str], Evidence] = {}
-    for result in _results(folders, left_out):
+    for result in _results(folder, left_out):
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
         # The times of cells that ran at once are not comparable.
@@ -96,18 +96,16 @@ def find(
             getattr(cell, name) == getattr(wanted, name) for name in _SAME_LOAD
         )
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
-            one = evidence.setdefault((cell.strategy, cell.format), Evidence())
-            one.take(result, wanted.use)
+            evidence.setdefault((cell.strategy, cell.format), Evidence()).take(result, wanted.use)
     return evidence
 
 
-def _results(folders: Iterable[Path], left_out: Callable[[str], None]) -> Iterator[Result]:
-    for folder in folders:
-        is_run = (folder / run_folder.RECORDS).exists()
-        for file in [folder / run_folder.RECORDS] if is_run else sorted(folder.glob(_RECORDS)):
-            try:
-                yield from run_folder.read(file.parent).results
-            except RecordError as error:
-                if is_run:
-                    raise
-                left_out(error.message)
+def _results(folder: Path, left_out: Callable[[str], None]) -> Iterator[Result]:
+    is_run = (folder / run_folder.RECORDS).exists()
+    for file in [folder / run_folder.RECORDS] if is_run else sorted(folder.glob(_RECORDS)):
+        try:
+            yield from run_folder.read(file.parent).results
+        except RecordError as error:
+            if is_run:
+                raise
+            left_out(error.message)
