@@ -230,7 +230,7 @@ def examined() -> AbstractContextManager[object]:
         Capability("isolation cgroup enforces a limit", "yes", "a probe was killed"),
         Capability("soft limit (ram_high)", "partly", "cgroup v1 has no memory.high"),
     )
-    return patch.object(doctor, "examine", lambda: doctor.Examination(found))
+    return patch.object(doctor, "examine", lambda: found)
 
 
 class Identity(NamedTuple):

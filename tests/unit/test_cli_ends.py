@@ -81,7 +81,7 @@ def test_without_a_limit_that_holds_the_doctor_exits_with_3(
     holds: Literal["yes", "no"], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = doctor.Capability("isolation cgroup enforces a limit", holds, "a probe was killed")
-    monkeypatch.setattr(doctor, "examine", lambda: doctor.Examination((limit,)))
+    monkeypatch.setattr(doctor, "examine", lambda: (limit,))
     assert typed("doctor")[0] == code
 
 

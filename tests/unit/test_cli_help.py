@@ -73,7 +73,7 @@ def _prepared(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         doctor.Capability("soft limit (ram_high)", "partly", "cgroup v1 has no memory.high"),
         doctor.Capability("isolation cgroup enforces a limit", "yes", "a probe was killed"),
     )
-    monkeypatch.setattr(doctor, "examine", lambda: doctor.Examination(found))
+    monkeypatch.setattr(doctor, "examine", lambda: found)
     monkeypatch.setattr(runner, "run", _run)
     monkeypatch.setattr(runner, "search", _search)
     monkeypatch.setattr(releases, "between", lambda *_: ["1.0", "1.1"])

@@ -25,7 +25,7 @@ def doctor(context: click.Context, typed: dict[str, Any]) -> None:
     """
     from weighin import doctor as of_machine
 
-    examination = of_machine.examine()
-    _console.deliver(typed["json"], examination.as_json(), of_machine.table(examination))
-    if not examination.holds_a_limit:
+    document = of_machine.as_json(found := of_machine.examine())
+    _console.deliver(typed["json"], document, of_machine.table(found))
+    if not document["holds_a_limit"]:
         context.exit(3)  # no isolation holds a limit

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,34 +37,25 @@ class Capability:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
-    capabilities: tuple[Capability, ...]
-
-    @property
-    def holds_a_limit(self) -> bool:
-        limits = (one for one in self.capabilities if "enforces a limit" in one.subject)
-        return any(one.verdict == "yes" for one in limits)
-
-    def as_json(self) -> dict[str, Any]:
-        rows = [asdict(one) for one in self.capabilities]
-        return {"holds_a_limit": self.holds_a_limit, "capabilities": rows}
-
-
-def examine() -> Examination:
+def examine() -> Sequence[Capability]:
     """Test this machine; remove what killed runs left behind."""
     limits = [row for name in select.NAMES for row in _isolation(select.named(name))]
     # Of runs that were killed.
     folders = temporary_folders.remove_orphans(Path(tempfile.gettempdir()), PREFIX)
     left = [f"folder {folder}" for folder in folders] + remove_leftovers()
-    return Examination((*map(_removed, left), *limits, _slow_disk(), *_figures(), *_machine()))
+    return [*map(_removed, left), *limits, _slow_disk(), *_figures(), *_machine()]
 
 
-def table(examination: Examination) -> Table:
+def as_json(found: Sequence[Capability]) -> dict[str, Any]:
+    limits = (one for one in found if "enforces a limit" in one.subject)
+    holds = any(one.verdict == "yes" for one in limits)
+    return {"holds_a_limit": holds, "capabilities": [asdict(one) for one in found]}
+
+
+def table(found: Sequence[Capability]) -> Table:
     columns = [Column(head, is_name=True) for head in ("subject", "works", "detail")]
     rows: list[list[Entry | str]] = [
-        [one.subject, Entry(one.verdict, kind=_KINDS[one.verdict]), one.detail]
-        for one in examination.capabilities
+        [one.subject, Entry(one.verdict, kind=_KINDS[one.verdict]), one.detail] for one in found
     ]
     return Table("", columns, rows)
 
@@ -130,8 +121,7 @@ def _slow_disk() -> Capability:
 
 def _figures() -> Iterator[Capability]:
     exact, why = "exact: VmHWM, reset through clear_refs", "/proc/self/clear_refs is read-only"
-    resets = os.access("/proc/self/clear_refs", os.W_OK)
-    yield _row("peak RSS of each phase", resets, exact, why)
+    yield _row("peak RSS of each phase", os.access("/proc/self/clear_refs", os.W_OK), exact, why)
     # The row of the isolation says why there is no group.
     with suppress(HarnessError), cgroup.temporary_group() as group:
         yield from of_group(Cgroup(group))
