@@ -224,24 +224,6 @@ class RankSeries:
         return f"{kind} ({copies:.2f}x a rank)"
 
 
-def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
-    """Return a ``RankSeries`` for each strategy of a run that was measured with two or more ranks,
-    without a RAM limit: page cache fills memory up to a limit.
-    """
-    good = (one for one in results if one.outcome is Outcome.OK and one.cell.operation == "load")
-    loads = (one for one in good if not one.cell.ram_limit_bytes)
-    series = []
-    for group in grouped(loads, lambda one: replace(one.cell, ranks=1).series).values():
-        ordered = sorted(group, key=lambda each: each.cell.ranks)
-        by_ranks = grouped(ordered, lambda each: each.cell.ranks)
-        if max(by_ranks) > 1:
-            medians = {ranks: middle(map(metrics.charge, same)) for ranks, same in by_ranks.items()}
-            charges = {ranks: size for ranks, size in medians.items() if size is not None}
-            model = next((each.model_bytes for each in group if each.model_bytes), None)
-            series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, model))
-    return series
-
-
 @dataclass(frozen=True)
 class Measured:
     """A run's results, the last record of each cell, with what follows from them, each computed once."""
@@ -305,7 +287,21 @@ class Measured:
 
     @cached_property
     def ranks(self) -> list[RankSeries]:
-        return over_ranks(self.results)
+        """A ``RankSeries`` for each strategy that was measured with two or more ranks, without a RAM
+        limit: page cache fills memory up to a limit.
+        """
+        good = (one for one in self.results if one.outcome is Outcome.OK)
+        loads = (r for r in good if r.cell.operation == "load" and not r.cell.ram_limit_bytes)
+        series = []
+        for group in grouped(loads, lambda one: replace(one.cell, ranks=1).series).values():
+            ordered = sorted(group, key=lambda each: each.cell.ranks)
+            by_ranks = grouped(ordered, lambda each: each.cell.ranks)
+            if max(by_ranks) > 1:
+                medians = {n: middle(map(metrics.charge, same)) for n, same in by_ranks.items()}
+                charges = {n: size for n, size in medians.items() if size is not None}
+                model = next((each.model_bytes for each in group if each.model_bytes), None)
+                series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, model))
+        return series
 
     def rows_of(self, results: Iterable[Result]) -> list[Row]:
         ours = {result.cell.series for result in results}
