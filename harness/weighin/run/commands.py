@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.errors import Interrupted
+from weighin.errors import ConfigError, Interrupted
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.process import PASSED
 from weighin.phase_reporter import SOCKET
@@ -246,9 +246,10 @@ def take(
     if cell.releases:
         from weighin.run import releases  # takes time to import
 
-        found = releases.ensure(cell.releases, (), progress.preparing)
-        if found.error:
-            return Measured(skipped(replace(planned, skip=found.error), dict(known_environment)))
+        try:
+            found = releases.ensure(cell.releases, (), progress.preparing)
+        except ConfigError as error:
+            return Measured(skipped(replace(planned, skip=error.message), dict(known_environment)))
         spec.python = found.python
         known_environment = {**known_environment, "releases": found.chosen}
     measured = measure(task.isolation, spec, known_environment, task.reference_for(cell))

@@ -257,7 +257,9 @@ class Loads:
         """FormatLimit: no checkpoint can be written. ConfigError: a limit is too small to import torch."""
         self._task, self._progress = task, progress
         self._checkpoints: dict[_Key, cache.Prepared | FormatLimit] = {}
-        self._environments: dict[tuple[str, tuple[str, ...]], releases.Environment] = {}
+        self._environments: dict[
+            tuple[str, tuple[str, ...]], releases.Environment | ConfigError
+        ] = {}
         compile_code()
         needed = [each for each in needed if not each.skip]
         if any(each.cell.disk for each in needed):
@@ -271,7 +273,10 @@ class Loads:
                 except FormatLimit as error:
                     self._checkpoints[key] = error
             if each.cell.releases and (place := self._place(each)) not in self._environments:
-                self._environments[place] = releases.ensure(*place, progress.preparing)
+                try:
+                    self._environments[place] = releases.ensure(*place, progress.preparing)
+                except ConfigError as error:
+                    self._environments[place] = error
         refused = {k: it for k, it in self._checkpoints.items() if isinstance(it, FormatLimit)}
         if refused and len(refused) == len(self._checkpoints):
             raise next(iter(refused.values()))
@@ -284,8 +289,8 @@ class Loads:
         key, cell, task = self._key(planned), planned.cell, self._task
         if isinstance(checkpoint := self._checkpoints[key], FormatLimit):
             return Measured(skipped(replace(planned, skip=checkpoint.message), known))
-        if (environment := self._environments.get(self._place(planned))) and environment.error:
-            return Measured(skipped(replace(planned, skip=environment.error), known))
+        if isinstance(environment := self._environments.get(self._place(planned)), ConfigError):
+            return Measured(skipped(replace(planned, skip=environment.message), known))
         manifest = checkpoint.manifest()
         if checkpoint.in_place and manifest.keys and not planned.strategy.maps_keys:
             why = (
@@ -353,8 +358,7 @@ class Loads:
 
     def _python_path(self, cell: Cell) -> tuple[str, ...]:
         # None for a builder of weighin, so that no module of a user can hide one of weighin.
-        is_ours = user_code.is_ours(cell.model.builder)
-        return () if is_ours else self._task.settings.python_path
+        return () if user_code.is_ours(cell.model.builder) else self._task.settings.python_path
 
     def _job(self, planned: Planned, checkpoint: cache.Prepared) -> Job:
         settings = self._task.settings

@@ -18,7 +18,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
 from importlib.util import find_spec
@@ -50,12 +50,11 @@ _UNREACHABLE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A complete environment, with the versions of all packages that were installed in it, or why there is none."""
+    """A complete environment, with the versions of all packages that were installed in it."""
 
-    folder: Path = Path()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    asked: tuple[str, ...] = ()
-    error: str = ""
+    folder: Path
+    versions: Mapping[str, str]
+    asked: tuple[str, ...]
 
     @property
     def python(self) -> str:
@@ -71,15 +70,8 @@ def ensure(choice: str, needed: Sequence[str], report: Report) -> Environment:
     """Return the environment of ``choice`` for a strategy that needs the packages ``needed``; make it if it is missing.
 
     A choice of exact versions is made once. Of any other, the newest releases are asked for in each run. If a
-    release cannot be installed or imported, the error is the last line that its installer or Python printed.
+    release cannot be installed or imported, ConfigError is the last line that its installer or Python printed.
     """
-    try:
-        return _ensure(choice, needed, report)
-    except ConfigError as error:
-        return Environment(error=error.message)
-
-
-def _ensure(choice: str, needed: Sequence[str], report: Report) -> Environment:
     given = [] if choice == LATEST else requirements_in(choice)
     named = {canonicalize_name(Requirement(one).name) for one in given}
     also = [Requirement(one) for one in needed]
