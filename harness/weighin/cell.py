@@ -113,8 +113,7 @@ class Cell:
         fields = {name: value for name, value in own.items() if value != usual[name]}
         fields.pop("repeat", None)
         fields["model"] = {n: getattr(self.model, n) for n in ("name", "builder", "kwargs")}
-        text = json.dumps(fields, sort_keys=True, default=str)
-        return f"{self.strategy}-{_digest(text)[:10]}"
+        return f"{self.strategy}-{_digest(json.dumps(fields, sort_keys=True, default=str))[:10]}"
 
     @property
     def after_load(self) -> str:

@@ -188,8 +188,7 @@ def write_marker(entry: Path, fmt: str) -> None:
     """Mark an entry's files of a format as complete, with their sizes and times, and make them read-only."""
     for file in (entry / fmt).iterdir():
         file.chmod(0o444)
-    marker = {"format": fmt, "files": _states(entry / fmt)}
-    write_text(entry / f"{fmt}.json", json.dumps(marker))
+    write_text(entry / f"{fmt}.json", json.dumps({"format": fmt, "files": _states(entry / fmt)}))
 
 
 def _states(folder: Path) -> dict[str, list[int]]:

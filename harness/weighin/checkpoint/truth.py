@@ -77,8 +77,7 @@ class Described:
 def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Described]:
     """Return the state dict's tensors, then the other buffers, built in ``dtype`` or as published."""
     builder, dtype = spec.builder, dtype or getattr(torch, hugging_face_folder.own_dtype(spec))
-    build = construct.resolve_builder(builder)
-    model = construct.build_skeleton(build, spec.kwargs, dtype=dtype)
+    model = construct.build_skeleton(construct.resolve_builder(builder), spec.kwargs, dtype=dtype)
     own = named_tensors(model)
     for name, value in {**own, **model.state_dict(keep_vars=True)}.items():
         if torch.nn.parameter.is_lazy(value) or value is not own.get(name):
@@ -316,8 +315,7 @@ def _check_fits(
         ],
     }
     if any(problems.values()):
-        repair = selecting(places, wanted)
-        raise misfit(checkpoint, f"model {model}", problems, repair=repair)
+        raise misfit(checkpoint, f"model {model}", problems, repair=selecting(places, wanted))
 
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -91,8 +91,7 @@ def compare(_: click.Context, typed: dict[str, Any]) -> None:
 
     runs = typed["runs"]
     with _console.working(f"comparing the figures of {len(runs)} runs"):
-        names = _options.names(typed["metrics"])
-        document, json = comparing.compare(runs, names, typed["by"])
+        document, json = comparing.compare(runs, _options.names(typed["metrics"]), typed["by"])
     _console.note(*json["warnings"])
     _console.deliver(typed["json"], json, *document)
     if typed["markdown"]:

@@ -241,8 +241,7 @@ def update(
         (mixed, "measure all cells again on one machine, with the same packages and variables", 2),
     ):
         if found:
-            message = f"cannot make a baseline: {few(found)}"
-            raise HarnessError(message, repair, exit_code=code)
+            raise HarnessError(f"cannot make a baseline: {few(found)}", repair, exit_code=code)
     return files.write(baseline_file, measured.environment, measured.series, **typed)
 
 

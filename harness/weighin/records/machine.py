@@ -44,8 +44,7 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
     """Return a run's settings by dotted name, sorted; two values of one setting become "a | b"."""
     seen: dict[str, dict[str, Setting]] = {}
     for name, value in chain.from_iterable(map(_flat, environments)):
-        is_plain = isinstance(value, str | int | float | bool | None)
-        plain = value if is_plain else json.dumps(value)
+        plain = value if isinstance(value, str | int | float | bool | None) else json.dumps(value)
         seen.setdefault(name, {})[_shown(plain)] = plain
     return {
         name: " | ".join(sorted(values)) if len(values) > 1 else next(iter(values.values()))

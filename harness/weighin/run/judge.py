@@ -142,8 +142,7 @@ def _of_failed(end: Evidence, reported: Reported, ended: Exit) -> _Judged:
             then, has_lost = "does not end, not even after SIGKILL,", False
         elif ended.signal:
             then = f"was ended by {ended.signal_name}"
-        printed = reported.stderr_tail.encode() if end.failed_ranks else end.printed
-        lines = printed_lines(printed)
+        lines = printed_lines(reported.stderr_tail.encode() if end.failed_ranks else end.printed)
         then += f" {reported.where}" + (f": {one_line(lines[-1], 200)}" if lines else "")
         outcome, message = Outcome.MEASUREMENT_FAILED, f"the measured process {then}"
         if told.baseline is not None and not ended.still_runs:

@@ -147,8 +147,7 @@ class Relay:
         """Search complete lines, of which the first one ended at ``first_ns``, the others later."""
         for number, line in enumerate(lines.split("\n")):
             if line and any(self._finds(each, line) for each in self._patterns):
-                t_ns = rest_ns if number else first_ns
-                self._noted.append(Mark(t_ns, one_line(line, 160)))
+                self._noted.append(Mark(rest_ns if number else first_ns, one_line(line, 160)))
                 self._look_if_ready(line)
 
     def _look_if_ready(self, line: str) -> None:

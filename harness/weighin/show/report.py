@@ -50,8 +50,7 @@ def terminal(run: Measured) -> list[Table | Lines]:
     """Return the report in the order of a terminal: the answer comes last, where it is seen."""
     found, others = _parts(run)
     notes = [words.shared(run), _HELP] if run.rows else []
-    last = Lines("", answer(run)[:3], "answer")
-    return [*others, *found, Lines("", notes, "dim"), last]
+    return [*others, *found, Lines("", notes, "dim"), Lines("", answer(run)[:3], "answer")]
 
 
 def _parts(run: Measured) -> tuple[list[Table], list[Table | Lines]]:

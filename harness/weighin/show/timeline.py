@@ -157,8 +157,7 @@ def _panel(axes: "Axes", track: Track, span: float) -> set[str]:
     """Draw a panel, and return the keys of ``_KEYS`` that are in it."""
     result, drawn = track.result, set[str]()
     look.tidy(axes)
-    title = look.verbatim(f"{track.label}: {result.outcome}")
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title(look.verbatim(f"{track.label}: {result.outcome}"), fontsize=9, loc="left")
     limit = result.cell.ram_limit_bytes
     if limit and limit / GIB <= axes.get_ylim()[1]:
         axes.axhline(limit / GIB, color="black", linestyle="--", linewidth=1.2, zorder=3)

@@ -121,8 +121,7 @@ def _contents(
 
 
 def _read_shards(index: Path, fmt: str) -> Checkpoint:
-    content = foreign.read_object(index, _SHARDS_AGAIN)
-    weight_map = content.get("weight_map")
+    weight_map = foreign.read_object(index, _SHARDS_AGAIN).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise foreign.damaged(index, "no 'weight_map'", _SHARDS_AGAIN)
     read_shard = safetensors_files.read if fmt == "sharded" else torch_files.read

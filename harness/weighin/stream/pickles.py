@@ -302,8 +302,7 @@ def _called(function: Any, arguments: Any) -> Any:
     try:
         return make(*arguments[:16])  # each call may copy all of them
     except (TypeError, ValueError) as error:
-        what = f"{function.name} has other arguments than torch.save writes"
-        raise Malformed(what) from error
+        raise Malformed(f"{function.name} has other arguments than torch.save writes") from error
 
 
 def _ordered(*arguments: Any) -> Dict:

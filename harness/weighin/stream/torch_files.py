@@ -89,8 +89,7 @@ class TorchFile:
                 for _, one in _inside(key, name, item, seen)
             )
             if holds or not (key and tensors and isinstance(name, str)):
-                inner = _inside(key, name, item, set())
-                odd = (each for each in inner if _is_object(each[1]))
+                odd = (each for each in _inside(key, name, item, set()) if _is_object(each[1]))
                 raise self._no_state_dict(*next(odd, (name, item)))
         state = Checkpoint(self.slice(name, tensor) for name, tensor in tensors.items())
         state.files, state.values, state.refused = (self.path,), values, self.refused

@@ -102,8 +102,7 @@ class Worker:
         from weighin.worker import saving
 
         marks, load, cell, target = self.marks, self.argument, self.job.cell, Path(self.job.target)
-        save = loading.Save(self.model, target, cell.format, cell.options, load.phase)
-        self._run_strategy(save)
+        self._run_strategy(loading.Save(self.model, target, cell.format, cell.options, load.phase))
         if not saving.files_in(target):
             marks.fail(Outcome.STRATEGY_FAILED, "save() left no file in job.target")
         marks.restart()
@@ -123,8 +122,7 @@ class Worker:
         model = self._run_strategy(load)
         if not isinstance(model, torch.nn.Module):
             kind = "None" if model is None else f"a {type(model).__name__}"
-            what = f"load() returned {kind}, not a torch.nn.Module"
-            marks.fail(Outcome.STRATEGY_FAILED, what)
+            marks.fail(Outcome.STRATEGY_FAILED, f"load() returned {kind}, not a torch.nn.Module")
         names = [entry.name for entry in self.manifest.tensors]
         tensors = loading.named_tensors(model, names)
         is_renamed = bool(job.files_manifest) and tensors.keys() != {*names}
