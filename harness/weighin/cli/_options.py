@@ -50,11 +50,9 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
     return [*found, Option(names, WHAT, text, multiple=True, metavar="KEY=VALUE")]
 
 
-MODEL: Final = click.Argument(
-    ["model"],
-    required=False,
-    help="The model, as --model. ./NAME is always a path. Default: gpt2-small.",
-)
+MODEL: Final = parameters(
+    {"[MODEL]": "The model, as --model. ./NAME is always a path. Default: gpt2-small."}
+)[0]
 COMMAND: Final = click.Argument(
     ["command"],
     nargs=-1,
@@ -62,12 +60,10 @@ COMMAND: Final = click.Argument(
     metavar="-- COMMAND ...",
     help="The command with its arguments. For a line of shell code: -- sh -c 'LINE'.",
 )
-SUITE: Final = Option(
-    ["--suite"],
+SUITE: Final = parameters(
+    {"--suite NAME": "A YAML file of settings: its path, or a name of `weighin list suites`. Options beside it override its keys."},
     WHAT,
-    "A YAML file of settings: its path, or a name of `weighin list suites`. Options beside it override its keys.",
-    metavar="NAME",
-)
+)[0]  # fmt: skip
 JSON: Final = Option(
     ["--json"],
     WRITE,

@@ -88,8 +88,7 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
     above = [one for one in tried if measured[one] > more * measured[tried[0]]]
     last = above[0] if above else tried[-1]
     before = tried[tried.index(last) - 1]
-    figures = {one: metric.text(measured[one]) for one in (before, last)}
-    rows = [[one, metric.text(measured[one])] for one in tried]
+    figures = {one: metric.text(measured[one]) for one in tried}
     answer = (
         f"{package} {last} is the first with more {metric.title}: {figures[last]};"
         f" {before} takes {figures[before]}."
@@ -99,7 +98,7 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
     )
     document = {"package": package, "metric": metric.name, "measured": measured}
     document |= {"before": before, "first": last if above else None, "folder": str(out)}
-    table = Table.of((package, metric.title), rows, names=1)
+    table = Table.of((package, metric.title), figures.items())
     _console.deliver(typed["json"], document, table, answer)
 
 

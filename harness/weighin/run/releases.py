@@ -74,8 +74,7 @@ def ensure(choice: str, needed: Sequence[str], report: Report) -> Environment:
     """
     given = [] if choice == LATEST else requirements_in(choice)
     named = {canonicalize_name(Requirement(one).name) for one in given}
-    also = [Requirement(one) for one in needed]
-    also = [one for one in also if canonicalize_name(one.name) not in named]
+    also = [one for one in map(Requirement, needed) if canonicalize_name(one.name) not in named]
     given += [one.name if choice == LATEST else str(one) for one in also]
     names = tuple(canonicalize_name(Requirement(one).name) for one in given)
     linked = dict(_linked(named))

@@ -208,10 +208,8 @@ def name_of(requirement: str) -> str:
 def versions(requirements: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in map(name_of, requirements):
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
