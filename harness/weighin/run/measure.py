@@ -346,11 +346,11 @@ class Watch:
         of_load = self._spec.is_load and (reported in self.ranks or isinstance(message, Ended))
         if not of_load and not isinstance(message, Begin | End):
             return  # a command reports phases alone, and a strategy's own process may say anything
+        is_alone = len(self.ranks) == 1
         with self._reading:
             match message:
                 case Begin():
                     now = self._at_mark(reported)
-                    is_alone = len(self.ranks) == 1
                     if is_alone and now.usage_bytes is not None and now.peak_bytes is None:
                         reported.note(
                             "phases have no cgroup peak, because the cgroup's peak could not be reset"
@@ -372,7 +372,6 @@ class Watch:
                         self._spec.on_phase(message.phase)
                     is_ready = all(each.told.ready_at_ns is not None for each in self.ranks)
                     if message.ready_at_ns is not None and is_ready:
-                        is_alone = len(self.ranks) == 1
                         self.at_ready = reported.before if is_alone else self._counters()
                 case _:  # a worker's phase
                     reported.add(message, self._at_mark(reported))

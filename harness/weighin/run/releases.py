@@ -24,7 +24,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -84,15 +84,19 @@ def ensure(choice: str, needed: Sequence[str], report: Report) -> Environment:
     request = {"packages": sorted(given), "linked": limits, "python": about}
     root = temporary_folders.folder() / temporary_folders.ENVIRONMENTS
     is_exact = choice != LATEST and all("==" in one for one in requirements_in(choice))
-    if is_exact and (made := _made(root, request)):
-        return Environment(*made, names)
+    for marker in sorted(root.glob(f"[!.]*/{MARKER}.json")) if is_exact else ():
+        if (stored := object_in(marker)).get("request") == request:
+            os.utime(marker)  # the time of this use
+            return Environment(marker.parent, stored["versions"], names)
     report(f"installing {', '.join(given)}", None)
     with temporary_folders.own_folder(root, _TEMPORARY) as making:
         venv = making / MARKER
         _run((sys.executable, "-m", "venv", "--without-pip", str(venv)), choice)
         site = next((venv / "lib").glob("python*")) / "site-packages"
         for one in linked.values():
-            _link(one, site)
+            for top in {file.parts[0] for file in one.files or ()} - {"..", "__pycache__"}:
+                if not (site / top).exists():
+                    (site / top).symlink_to(Path(str(one.locate_file(top))).resolve())
         (code := venv / "code").mkdir()
         (code / "weighin").symlink_to(ours)
         (file := venv / "linked.txt").write_text("\n".join(limits))
@@ -102,8 +106,11 @@ def ensure(choice: str, needed: Sequence[str], report: Report) -> Environment:
             for one in metadata.distributions(path=[str(site)])
         }
         own = {name: one.version for name, one in found.items() if name not in linked}
-        for module in (_module(found[name]) for name in names if name in found):
-            _run((str(venv / "bin/python"), "-c", f"import {module}"), choice, "import")
+        for asked in (found[name] for name in names if name in found):
+            files = asked.files or ()
+            able = [one.parts[0] for one in files if one.parts[1:] == ("__init__.py",)]
+            line = f"import {min(able, default='sys')}"
+            _run((str(venv / "bin/python"), "-c", line), choice, "import")
         digits = sha256(json.dumps([request, own], sort_keys=True).encode()).hexdigest()
         entry = root / f"{re.sub(r'[^A-Za-z0-9._=,-]', '_', choice)[:80]}-{digits[:8]}"
         write_text(making / f"{MARKER}.json", json.dumps({"request": request, "versions": own}))
@@ -139,14 +146,6 @@ def between(package: str, first: str, last: str) -> list[str]:
     return [str(one) for one in chosen]
 
 
-def _made(root: Path, request: dict[str, Any]) -> tuple[Path, dict[str, str]] | None:
-    for marker in sorted(root.glob(f"[!.]*/{MARKER}.json")):
-        if (stored := object_in(marker)).get("request") == request:
-            os.utime(marker)  # the time of this use
-            return marker.parent, stored["versions"]
-    return None
-
-
 def _linked(named: Collection[str]) -> Iterator[tuple[str, metadata.Distribution]]:
     """Yield torch, numpy and all that they need, but what is asked for."""
     wanted, seen = list(_SHARED), set[str](named)
@@ -161,18 +160,6 @@ def _linked(named: Collection[str]) -> Iterator[tuple[str, metadata.Distribution
             wanted += [
                 one.name for one in needs if not one.marker or one.marker.evaluate({"extra": ""})
             ]
-
-
-def _link(one: metadata.Distribution, site: Path) -> None:
-    for top in {file.parts[0] for file in one.files or ()} - {"..", "__pycache__"}:
-        if not (site / top).exists():
-            (site / top).symlink_to(Path(str(one.locate_file(top))).resolve())
-
-
-def _module(one: metadata.Distribution) -> str:
-    """Return a name that a distribution lets import."""
-    tops = [file.parts[0] for file in one.files or () if file.parts[1:] == ("__init__.py",)]
-    return min(tops, default="sys")
 
 
 def _installer(python: Path) -> tuple[str, ...]:

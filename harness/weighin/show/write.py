@@ -170,9 +170,7 @@ def results(run: str | Path, *, samples: bool = False) -> "DataFrame":
             ],
             columns=["series", "repeat", *(each.name for each in fields(Sample))],
         )
-    names = csv_columns(measured.rows)
-    rows = [[row[name] for name in names] for row in measured.rows]
-    table = pd.DataFrame(rows, columns=names, dtype=object)
+    table = pd.DataFrame(measured.rows, columns=csv_columns(measured.rows), dtype=object)
     table["missing_cells"] = measured.missing
     types = dict.fromkeys(_INTEGERS, "Int64")  # integers stay exact, beside missing values too
     for key, figure in COLUMNS.items():

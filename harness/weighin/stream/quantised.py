@@ -93,10 +93,8 @@ class Quantised:
             repair += f" {folder} NEW.safetensors --keys model"
         elif not why:
             why = "weighin does not dequantise them"
-            repair = (
-                "load it with from_pretrained, which names the packages that it needs; to measure"
-            )
-            repair += f" this load: weighin bench {folder} --strategies transformers"
+            repair = "load it with from_pretrained, which names the packages that it needs;"
+            repair += f" to measure this load: weighin bench {folder} --strategies transformers"
         return CheckpointError(f"{path}: {self.summary}; {why}", repair)
 
     def as_json(self) -> dict[str, Any]:

@@ -293,7 +293,13 @@ def model_and_checkpoint(
     if path is None:
         if choice.options:
             raise _no_folder(name, choice.options)
-        return _built(name, kwargs), None
+        if file := files("models").get(name):
+            spec, given = read_model(file), kwargs or {}
+            others = {key: one for key, one in given.items() if spec.kwargs.get(key) != one}
+            title = with_arguments(spec.name, others)
+            return ModelSpec(title, spec.builder, spec.kwargs | others), None
+        builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
+        return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {}), None
     if not name.startswith(_FROM) and (file := gguf_in(path)):
         spec = ModelSpec(file.stem, TRANSFORMERS.builder, ask(file))
         return hf.with_adapter(spec, choice.adapter), file
@@ -382,12 +388,3 @@ def notes_on(
             f" weights are not loaded: {', '.join(str(path / part) for part in parts)}"
         )
     return tuple(notes)
-
-
-def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
-    if path := files("models").get(name):
-        spec = read_model(path)
-        others = {key: one for key, one in (kwargs or {}).items() if spec.kwargs.get(key) != one}
-        return ModelSpec(with_arguments(spec.name, others), spec.builder, spec.kwargs | others)
-    builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
-    return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {})
