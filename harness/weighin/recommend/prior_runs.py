@@ -12,6 +12,7 @@ from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
 from weighin.records.metrics import middle, use_needed_bytes
+from weighin.records.verdict import height
 from weighin.result import Outcome, Result
 
 _SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
@@ -68,11 +69,8 @@ class Evidence:
         return statistics.median(deviations) if len(seconds) > 1 else None
 
     def _ready_s_near(self, limit_bytes: int | None) -> list[float]:
-        def size(limit: int | None) -> float:
-            return float("inf") if limit is None else limit
-
-        tried = sorted(self.ready_s, key=size)
-        larger = [one for one in tried if size(one) >= size(limit_bytes)]
+        tried = sorted(self.ready_s, key=height)
+        larger = [one for one in tried if height(one) >= height(limit_bytes)]
         return self.ready_s[[*larger, *tried[-1:]][0]] if tried else []
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import chain, compress
-from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from weighin.records import metrics
 from weighin.records.floor import Floor, floors, searched, why_stopped
 from weighin.records.metrics import COLUMNS, METRICS, grouped, latest, middle, outcome_of
 from weighin.records.run_folder import Records
-from weighin.records.verdict import Judgement, Typical, judge_all, typical
+from weighin.records.verdict import Judgement, Typical, height, judge_all, typical
 from weighin.result import NOT_DROPPED, Outcome, Result
 from weighin.text import one_line
 from weighin.units import format_exact, format_latency, format_rate
@@ -273,7 +272,7 @@ class Measured:
             limits = {result.cell.ram_limit_bytes for result in ours}
             if len(limits - {None}) < 2:
                 continue
-            ordered = sorted(limits, key=lambda limit: -(inf if limit is None else limit))
+            ordered = sorted(limits, key=lambda limit: -height(limit))
             rows = grouped(ours, lambda one: searched(one.cell).series).values()
             fields = {
                 (row, ordered.index(limit)): typical(repeats, self.judgements)

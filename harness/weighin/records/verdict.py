@@ -96,18 +96,20 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
     return Judgement(Verdict.SURVIVES, "; ".join(said)) if is_ok else None
 
 
-def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
-    def height(result: Result) -> float:
-        limit = result.cell.ram_limit_bytes
-        return inf if limit is None else limit
+def height(limit: int | None) -> float:
+    """Return a RAM limit to compare: no limit is above all others."""
+    return inf if limit is None else limit
 
+
+def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
     judgements = {}
     for ours in grouped(results, lambda r: replace(r.cell, ram_limit_bytes=None).series).values():
         ok = (r for r in ours if r.outcome is Outcome.OK and used_ns(r) is not None)
-        timed = grouped(ok, height)
+        timed = grouped(ok, lambda r: height(r.cell.ram_limit_bytes))
         top = max(timed, default=0.0)
         for result in ours:
-            reference_ns = middle(map(used_ns, timed[top])) if top > height(result) else None
+            is_below = top > height(result.cell.ram_limit_bytes)
+            reference_ns = middle(map(used_ns, timed[top])) if is_below else None
             judgements[result.cell.id] = judge_result(result, reference_ns)
     return judgements
 
