@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import click
+from factories import read_suite
 from warm_children import Forks
 
 from weighin import __version__, child_process, doctor
@@ -36,7 +37,7 @@ from weighin.recommend import answer
 from weighin.records import run_folder
 from weighin.records.series import name_of
 from weighin.run import runner
-from weighin.settings.definition import COMMANDS, read_suite
+from weighin.settings.definition import COMMANDS
 from weighin.show import write
 from weighin.suite import chosen_models, registry
 

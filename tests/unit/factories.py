@@ -32,11 +32,24 @@ from weighin.result import (
     Result,
     Sample,
 )
-from weighin.settings.definition import check_suite
+from weighin.settings.definition import (
+    MODELS,
+    Settings,
+    check_suite,
+    in_file,
+    merge,
+    read_suite_file,
+)
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB
 
 Script = Sequence[tuple[str, float, float, float]]
+
+
+def read_suite(path: Path, kind: str = MODELS) -> Settings:
+    """Return the settings of a suite file alone, without options of a command line."""
+    return merge([(in_file(path), read_suite_file(path, kind))], kind)
+
 
 MODEL = ModelSpec("gpt2-xl", "weighin.models.gpt2:build", {"n_layer": 48, "n_embd": 1600})
 MODEL_BYTES = 1_638_022_400 * 4 + 48 * 1024 * 1024 * 4  # parameters and masks

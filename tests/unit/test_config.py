@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from factories import make_cell, refused
+from factories import make_cell, read_suite, refused
 from snapshots import Compare, answered
 from typed_here import typed
 
@@ -23,7 +23,6 @@ from weighin.settings.definition import (
     DEFAULT_SAVING,
     DEFAULT_STRATEGIES,
     check_suite,
-    read_suite,
 )
 from weighin.settings.yaml_file import read_mapping
 from weighin.suite.registry import read_strategy, strategy

@@ -6,10 +6,11 @@ from pathlib import Path
 import click
 import pytest
 from documented import ROOT, commands, words
+from factories import read_suite
 
 from weighin.cli import _options
 from weighin.cli.app import app
-from weighin.settings.definition import COMMANDS, read_suite
+from weighin.settings.definition import COMMANDS
 
 
 @pytest.mark.parametrize(("page", "command"), commands())

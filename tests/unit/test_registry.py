@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import refused
+from factories import read_suite, refused
 from typed_here import typed
 
 from weighin.cell import Cell, ModelSpec, Operation
 from weighin.plan.loads import plan_cell
-from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES, read_suite
+from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES
 from weighin.settings.yaml_file import read_mapping
 from weighin.suite import registry, user_code
 

@@ -617,12 +617,7 @@ def merge(sources: Sequence[tuple[Place, Mapping[str, Any]]], kind: str = MODELS
     return settings
 
 
-def read_suite(path: Path, kind: str = MODELS) -> Settings:
-    """Read a suite's YAML file; raise ConfigError if a key or value is invalid, or the kind is the other."""
-    return merge([(in_file(path), read_suite_file(path, kind))], kind)
-
-
-def read_suite_file(path: Path, kind: str = MODELS) -> dict[str, Any]:
+def read_suite_file(path: Path, kind: str) -> dict[str, Any]:
     from weighin.settings.yaml_file import read_mapping  # `weighin run` does without yaml
 
     content = read_mapping(path)
