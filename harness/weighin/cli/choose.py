@@ -7,7 +7,7 @@ import click
 
 from weighin.cli import _console, _options
 from weighin.cli._verb import LIMITS, parameters, verb
-from weighin.errors import ConfigError
+from weighin.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
     from weighin.recommend.answer import Question
@@ -72,6 +72,10 @@ def question_of(context: click.Context, settings: "Settings") -> "Question":
     ((use, use_path),) = registry.chosen_uses(settings.uses).items()
     chosen = chosen_models.choose(settings)
     _console.note(*chosen.notes)
+    allow = _options.names(context.params["allow"])
+    for word in allow if allow != ["none"] else ():
+        if word not in answer.ALLOWED:
+            raise UnknownName("requirement", word, [*answer.ALLOWED, "none"])
     return answer.Question(
         model=chosen.specs[0],
         limits=Limits(settings.ram[0], settings.vram[0]),
@@ -81,7 +85,7 @@ def question_of(context: click.Context, settings: "Settings") -> "Question":
         ranks=settings.ranks[0],
         disk=Pace(settings.disk[0], settings.disk_latency[0]),
         dtype=chosen.dtypes[chosen.specs[0].title],
-        allow=answer.check_allowed(_options.names(context.params["allow"])),
+        allow=tuple(one for one in allow if one != "none"),
         results=context.params["results"],
         python_path=chosen.python_path,
         use="" if use == NONE else use,

@@ -309,21 +309,13 @@ def check_jobs(task: Run, jobs: int) -> None:
     limits = [each.ram_limit_bytes or 0 for each in cells]
     needed, (_, free) = sum(sorted(limits)[-jobs:]), cgroup.ram_bytes(task.isolation.name)
     together = f"the RAM limits of {jobs} cells are {format_bytes(needed)} together"
+    are_shared = settings.checkpoint or settings.checkpoints or settings.storage
+    is_other = settings.steady or any(each.needs_gpu for each in cells)
     for is_refused, why in (
-        (
-            settings.checkpoint or settings.checkpoints or settings.storage,
-            "jobs with --checkpoint or storage: all cells would read the same files, whose pages the"
-            " kernel charges only to the cell that reads them first",
-        ),
-        (
-            settings.steady or any(each.needs_gpu for each in cells),
-            "with jobs, weighin measures only the memory of cells on the CPU, without steady",
-        ),
-        (
-            not all(limits),
-            "jobs needs --ram: cells that run at once could take each other's memory",
-        ),
+        (are_shared, "jobs with --checkpoint or storage: all cells would read the same files, whose pages the kernel charges only to the cell that reads them first"),
+        (is_other, "with jobs, weighin measures only the memory of cells on the CPU, without steady"),
+        (not all(limits), "jobs needs --ram: cells that run at once could take each other's memory"),
         (needed > free, f"jobs={jobs}: {together}, but only {format_bytes(free)} of RAM are free"),
-    ):
+    ):  # fmt: skip
         if is_refused:
             raise ConfigError(why, "leave jobs out, or change what it names")

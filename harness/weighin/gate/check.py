@@ -232,14 +232,10 @@ def update(
     ours = measured.environment.items()
     mixed = [f"the cells differ in {name}: {one}" for name, one in ours if " | " in str(one)]
     for found, repair, code in (
-        (
-            unmeasured,
-            "measure the run again: a baseline without a figure accepts any value of it",
-            2,
-        ),
+        (unmeasured, "measure the run again: a baseline without a figure accepts any value of it", 2),
         (broken, "repair these strategies and measure again, or leave them out of --strategies", 1),
         (mixed, "measure all cells again on one machine, with the same packages and variables", 2),
-    ):
+    ):  # fmt: skip
         if found:
             raise HarnessError(f"cannot make a baseline: {few(found)}", repair, exit_code=code)
     return files.write(baseline_file, measured.environment, measured.series, **typed)

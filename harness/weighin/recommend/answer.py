@@ -1,13 +1,13 @@
 """Answer ``weighin recommend``: judge every strategy, and print the code of the best one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
 
 from weighin.cell import FORK, FORWARD, SYNTHESISED, Cell, ModelSpec
-from weighin.errors import ConfigError, UnknownName
+from weighin.errors import ConfigError
 from weighin.files import object_in
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
@@ -150,16 +150,6 @@ class Advice:
             "code": self.code,
             "notes": list(self.notes),
         }
-
-
-def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of --allow ("none" gives no word); raise UnknownName for an unknown word."""
-    if list(words) == ["none"]:
-        return ()
-    for word in words:
-        if word not in ALLOWED:
-            raise UnknownName("requirement", word, [*ALLOWED, "none"])
-    return tuple(words)
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
