@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     _options.MODEL,
     *_options.settings("recommend", uses="none"),
     *parameters(
-        {
-            "--allow NAMES": "What the answer may need: resave (you convert the checkpoint first), packages (you install some), weighin (you install it), or none."
-        },
+        {"--allow NAMES": "What the answer may need: resave (you convert the checkpoint first), packages (you install some), weighin (you install it), or none."},
         LIMITS,
         allow="resave,packages,weighin",
     ),
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
         "Recommend one for a model that is trained after the load": "weighin recommend gpt2-xl --ram 32g --use adamw",
         "Recommend only what needs no other checkpoint and no package": "weighin recommend gpt2-large --ram 4g --allow none",
     },
-)
+)  # fmt: skip
 def recommend(context: click.Context, typed: dict[str, Any]) -> None:
     """Recommend the fastest strategy that fits into the given memory, and show its code.
 

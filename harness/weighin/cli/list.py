@@ -26,12 +26,7 @@ _ISOLATIONS: Final = {
 
 
 @verb(
-    *parameters(
-        {
-            "[KIND]": "What to list: strategies, models, uses, suites or isolations. Default: all five."
-        },
-        kind="all",
-    ),
+    *parameters({"[KIND]": "What to list: strategies, models, uses, suites or isolations. Default: all five."}, kind="all"),
     _options.JSON,
     name="list",
     examples={
@@ -39,7 +34,7 @@ _ISOLATIONS: Final = {
         "List the isolations": "weighin list isolations",
         "Print the strategies as JSON": "weighin list strategies --json -",
     },
-)
+)  # fmt: skip
 def list_(_: click.Context, typed: dict[str, Any]) -> None:
     """List the strategies, models, uses, suites and isolations."""
     kind, kinds = typed["kind"], [*(one for one in _HEADINGS if one != "saving"), "all"]
