@@ -3,11 +3,14 @@
     .venv/bin/python benchmarks/folders.py converting [FOLDER]
     .venv/bin/python benchmarks/folders.py loaders FOLDER
     .venv/bin/python benchmarks/folders.py published [FOLDER]
+    .venv/bin/python benchmarks/folders.py releases [FOLDER]
 
 "converting" are the inputs of configs/suites/converting.yaml, by default in results/folders/converting: models whose
 weights a load converts, dequantises or merges, of 300 to 800 MB once they are loaded. "loaders" are those of
 docs/results.md, in bfloat16: a Llama of 395 MiB and a mixture of experts of 459 MiB. "published" is the model of a
-published run, in results/folders. A folder that exists is left as it is.
+published run, in results/folders. "releases" are the inputs of configs/suites/releases-*.yaml, in
+results/folders/releases, which releases of transformers from 2024 on can read: each is a model of 330 to 400 MiB.
+A folder that exists is left as it is.
 """
 
 import argparse
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from weighin.models.pretrained import pretrained_class
 from weighin.stream.hugging_face_folder import own_dtype
@@ -44,6 +47,12 @@ OSS: Final[Mapping[str, Any]] = {
     "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 16_000, "num_local_experts": 16,
     "num_experts_per_tok": 4, "layer_types": ["sliding_attention", "full_attention"] * 3,
+}  # fmt: skip
+DENSE: Final[Mapping[str, Any]] = {**LLAMA, "num_hidden_layers": 6}
+MIXTRAL: Final[Mapping[str, Any]] = {
+    "hidden_size": 512, "intermediate_size": 896, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "num_local_experts": 8, "vocab_size": 9_000,
+    "max_position_embeddings": 4096,  # of each layer, transformers 4.40 keeps tables of this length
 }  # fmt: skip
 RANK: Final = 64
 
@@ -76,8 +85,36 @@ def built_in(folder: Path) -> None:
     kind(kind.config_class.from_dict(spec.kwargs["config"])).save_pretrained(folder)
 
 
-def gguf_of(kind: str, folder: Path) -> None:
-    model = made("LlamaForCausalLM", LLAMA, torch.float32)
+def readable(folder: Path) -> None:
+    """Add the keys of releases before transformers 5 to config.json, beside those that replaced them."""
+    config = json.loads((file := folder / "config.json").read_text())
+    config |= {
+        "torch_dtype": config["dtype"],
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+    }
+    file.write_text(json.dumps(config, indent=2))
+
+
+def readable_saved(architecture: str, settings: Mapping[str, Any], folder: Path) -> None:
+    saved(architecture, settings, folder, torch.float32)
+    readable(folder)
+
+
+def pickled(folder: Path) -> None:
+    """Write a Llama as pytorch_model.bin, which transformers 5 reads, but no longer writes."""
+    readable_saved("LlamaForCausalLM", DENSE, folder)
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+
+
+def readable_quantised(folder: Path) -> None:
+    quantised("fp8", {**LLAMA, "head_dim": 64}, folder)
+    readable(folder)
+
+
+def gguf_of(kind: str, folder: Path, settings: Mapping[str, Any] = LLAMA) -> None:
+    model = made("LlamaForCausalLM", settings, torch.float32)
     folder.mkdir(parents=True)
     file, arrays = folder / f"{folder.name}.gguf", gguf_files.of_llama(model)
     gguf_files.write(file, "llama", arrays, kind, model)
@@ -119,6 +156,13 @@ MAKERS: Final[Mapping[str, Mapping[str, Callable[[Path], None]]]] = {
         "lora": adapted,
     },
     "published": {"Qwen3-0.6B": built_in},
+    "releases": {
+        "dense": partial(readable_saved, "LlamaForCausalLM", DENSE),
+        "experts": partial(readable_saved, "MixtralForCausalLM", MIXTRAL),
+        "bin": pickled,
+        "gguf": partial(gguf_of, "Q8_0", settings=DENSE),
+        "fp8": readable_quantised,
+    },
     "loaders": {
         "llama": partial(saved, "LlamaForCausalLM", {**LLAMA, "vocab_size": 32_000}),
         "moe": partial(saved, "Qwen3MoeForCausalLM", EXPERTS),
@@ -133,7 +177,8 @@ def main() -> None:
     parser.add_argument("which", choices=MAKERS)
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER")
     options = parser.parse_args()
-    default = Path("results/folders", "converting" if options.which == "converting" else "")
+    own = options.which in ("converting", "releases")
+    default = Path("results/folders", options.which if own else "")
     folder = options.folder or default
     for name, maker in MAKERS[options.which].items():
         if not (folder / name).exists():
