@@ -38,6 +38,7 @@ PUBLISHING: Final = Path("results/publishing")
 FOLDERS: Final = {
     "converting": "results/folders/converting",
     "published": "results/folders/Qwen3-0.6B",
+    "releases": "results/folders/releases",
 }
 """The folders that ``benchmarks/folders.py`` makes, and where runs name them."""
 DECIDING: Final = ("worker", "checkpoint", "stream", "models")
@@ -48,6 +49,10 @@ QUIET_LOAD: Final = 0.3
 _WRONG: Final = (
     Outcome.MEASUREMENT_FAILED, Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.USE_FAILED,
 )  # fmt: skip
+_OF_RELEASES: Final = (Outcome.SKIPPED, Outcome.STRATEGY_FAILED, Outcome.WRONG_WEIGHTS)
+"""What a release that cannot be installed, or cannot load a model, leads to: that is published, too."""
+_WITH_FAILURES: Final = (4, 5)
+"""The exit codes of a run with such outcomes."""
 
 
 @dataclass(frozen=True)
@@ -183,11 +188,14 @@ def measure(run: Run) -> None:
             subprocess.run([sys.executable, "benchmarks/folders.py", which], check=True)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
-    if done.returncode:
+    found = run_folder.read(folder).results if (folder / run_folder.RECORDS).exists() else []
+    has_releases = any(one.cell.releases for one in found)
+    if done.returncode and not (has_releases and done.returncode in _WITH_FAILURES):
         sys.exit(f"error: weighin ended with {done.returncode}. The same command resumes it")
-    results = run_folder.read(folder).results
-    measured = {one.cell.strategy for one in results if one.outcome is not Outcome.SKIPPED}
-    for one in results:  # a strategy may be skipped for some models only
+    measured = {one.cell.strategy for one in found if one.outcome is not Outcome.SKIPPED}
+    for one in found:  # a strategy may be skipped for some models only
+        if has_releases and one.outcome in _OF_RELEASES:
+            continue
         is_skipped = one.outcome is Outcome.SKIPPED
         if one.outcome in _WRONG or (is_skipped and one.cell.strategy not in measured):
             sys.exit(f"error: {folder}: {one.cell.strategy} is {one.outcome}: {one.message}")
@@ -199,7 +207,12 @@ def has_timeline(cells: Sequence[Cell]) -> bool:
         (one.ram_limit_bytes, one.model.title, one.disk_bytes_per_s, one.disk_latency_ns)
         for one in cells
     }
-    return len(panels) == 1 and cells[0].operation != "command"
+    return len(panels) == 1 and cells[0].operation != "command" and not cells[0].releases
+
+
+def is_predicted(cells: Sequence[Cell]) -> bool:
+    """Tell whether a run's loads can be predicted: with the packages that are installed here."""
+    return all(one.operation == "load" and not one.releases for one in cells)
 
 
 def put_in_place(measured: Path, published: Path) -> None:
@@ -223,7 +236,7 @@ def put_in_place(measured: Path, published: Path) -> None:
 
 def predict(run: Run, measured: Path) -> None:
     """Predict the loads of a measured run, and store the predictions beside its published records."""
-    if all(one.cell.operation == "load" for one in run.results):
+    if is_predicted([one.cell for one in run_folder.read(measured).results]):
         told = str(PUBLISHED / run.name / PREDICTED)
         command = [sys.executable, "benchmarks/predicted_runs.py", str(measured), "--json", told]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)

@@ -102,21 +102,22 @@ def _converting(measured: Sequence[Result]) -> Iterator[tuple[str, ...]]:
             yield (
                 title,
                 " ".join([cell.strategy, *options]),
-                scaled(middle(map(_anonymous_bytes, good)), size, 3)
+                scaled(middle(map(anonymous_bytes, good)), size, 3)
                 if good
                 else outcome_of(one.outcome for one in repeats),
-                scaled(middle(map(_resident_bytes, good)), size, 3),
+                scaled(middle(map(resident_bytes, good)), size, 3),
                 _MISSING if load_ns is None else format_seconds(load_ns),
             )
 
 
-def _anonymous_bytes(result: Result) -> int | None:
+def anonymous_bytes(result: Result) -> int | None:
     """Return the sampled maximum of anonymous memory above the memory after all imports."""
     peak = result.peaks.anon_sampled_bytes
     return peak - result.baseline.anon_bytes if peak and result.baseline else None
 
 
-def _resident_bytes(result: Result) -> int | None:
+def resident_bytes(result: Result) -> int | None:
+    """Return the peak of resident memory above the memory after all imports."""
     peak = result.peaks.rss_bytes
     return peak - result.baseline.rss_bytes if peak and result.baseline else None
 

@@ -6,7 +6,8 @@ the timelines, because a timeline needs samples, which are not published.
 The text between the two comments of a block is generated. A block names a run, and a key
 of ``_PARTS``: ``survival`` is the table of survival; without a key, the block is the table of all
 results, and ``short`` is this table with the columns that decide. After the key, ``of NAME,NAME`` names the
-strategies that the table has, then without options of theirs. The block of a run in runs.yaml that has no
+strategies that the table has, then without options of theirs. ``releases`` is for a run of several releases of a
+package, whose picture is releases.svg. The block of a run in runs.yaml that has no
 records yet names the command that measures it. A block ``checked`` names several runs, whose predictions it
 compares with their measurements. A block can also have the keys of suite files, which come from the pydantic model that reads suite files::
 
@@ -34,6 +35,7 @@ from pydantic.fields import FieldInfo
 
 from pages import run_tables
 from pages.notebook import markdown_notebook
+from pages.releases import draw_releases, markdown_releases
 from weighin.records import run_folder
 from weighin.records.series import Measured
 from weighin.result import Result
@@ -153,6 +155,8 @@ def fill(page: str, root: Path) -> str:
             found = {run: run_folder.read(run).results for run in runs}
             if part == "checked":
                 text = run_tables.markdown_checked(found)
+            elif part == "releases":
+                text = markdown_releases(found[runs[0]], f"../{match['runs']}/releases.svg")
             else:
                 (results,) = found.values()
                 shown = match["of"].split(",") if match["of"] else []
@@ -223,7 +227,10 @@ def draw(page: str, root: Path) -> dict[Path, bytes]:
     drawn = {}
     for match in _PICTURE.finditer(page):
         path, name = root / match[0], match["name"]
-        if name != "timeline":
+        if name == "releases":
+            found = run_folder.read(path.parent).results
+            drawn[path] = style.svg(draw_releases(found)).encode()
+        elif name != "timeline":
             run = Measured.of(path.parent, run_folder.read(path.parent))
             drawn[path] = style.svg(pictures(run)[name]()).encode()
     return drawn
@@ -231,8 +238,8 @@ def draw(page: str, root: Path) -> dict[Path, bytes]:
 
 def main() -> None:
     for page in map(Path, sys.argv[1:]):
-        text = page.read_text()
-        page.write_text(fill(text, Path.cwd()))
+        text = fill(page.read_text(), Path.cwd())
+        page.write_text(text)
         for path, picture in draw(text, Path.cwd()).items():
             path.write_bytes(picture)
 

@@ -79,6 +79,43 @@ def test_a_block_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
     assert f"create the file: .venv/bin/python {command}" in said
 
 
+# -- the page of releases
+
+
+def of_release(version: str, outcome: Outcome | None = None, message: str = "") -> Result:
+    cell = make_cell("mmap_assign", releases=f"tinyloader=={version}")
+    return make_result(cell, outcome=outcome, message=message)
+
+
+def test_releases_stand_in_their_order_with_the_reason_of_those_that_failed(tmp_path: Path) -> None:
+    why = "cannot import tinyloader==1.2: ImportError: no library | here\nmore"
+    broken = of_release("1.2", Outcome.SKIPPED, why)
+    run_of(tmp_path / (run := "results/published/x"), of_release("1.10"), broken, of_release("1.9"))
+    page = fill(f"<!-- {run} releases -->\n<!-- end -->", tmp_path)
+    lines = page.splitlines()
+    rows = [line for line in lines if line.startswith("| 1.")]
+    assert [row.split(" | ")[0] for row in rows] == ["| 1.2", "| 1.9", "| 1.10"]
+    assert rows[0] == "| 1.2 | cannot import: ImportError: no library \\| here | - | - |"
+    assert re.fullmatch(r"\| 1.9 \| \d+\.\d\d \| \d+\.\d\d \| [\d.]+ s \|", rows[1]), rows[1]
+    (picture,) = draw(page, tmp_path).values()
+    drawn = words(picture.decode())
+    assert drawn.index("1.2") < drawn.index("1.9") < drawn.index("1.10")
+    assert "Loading with each release of tinyloader" in drawn
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("code", [4, 5])
+def test_a_release_that_cannot_load_is_published(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = of_release("1.2", Outcome.STRATEGY_FAILED, "no")
+    monkeypatch.setattr(subprocess, "run", weighin(failed, code, 1))
+    publish.measure(publish.Run("x", ("bench", "gpt2-tiny"), ()))
+    assert not publish.is_predicted([failed.cell])
+    with pytest.raises(SystemExit, match="weighin ended with 1"):
+        publish.measure(publish.Run("y", ("bench", "gpt2-tiny"), ()))
+
+
 # -- make publish: how it measures a run, and what it keeps of it
 
 
@@ -145,8 +182,7 @@ def test_git_keeps_no_more_of_a_published_run_than_is_said() -> None:
         if not run.results:
             continue  # nobody has measured it yet
         cells = [one.cell for one in run.results]
-        operations = {cell.operation for cell in cells}
-        kept = {"records.jsonl"} | ({"predicted.json"} if operations == {"load"} else set())
+        kept = {"records.jsonl"} | ({"predicted.json"} if publish.is_predicted(cells) else set())
         found = {path.name for path in files if path.parent.name == run.name}
         pictures = {name for name in found if f"{run.name}/{name}" in shown}
         timelines = {name for name in found if name.startswith("timeline.")}
