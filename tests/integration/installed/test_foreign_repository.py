@@ -144,6 +144,14 @@ def test_the_pytest_example_passes(runner: Runner) -> None:
     assert (code, runner.log.splitlines()[-1].split(" in ")[0]) == (0, "3 passed"), runner.log
 
 
+def test_the_weekly_job_measures_the_page_s_suite_of_pinned_and_newest_releases() -> None:
+    workflow: dict[str, Any] = yaml.safe_load(FILES[".github/workflows/releases.yaml"])
+    steps = workflow["jobs"]["releases"]["steps"]
+    [given] = [step["with"] for step in steps if "OWNER/weighin" in step.get("uses", "")]
+    assert set(given) <= set(ACTION["inputs"])
+    assert yaml.safe_load(FILES[given["suite"]])["with"] == ["pinned", "latest"]
+
+
 def test_the_page_names_the_inputs_of_the_action() -> None:
     [section] = re.findall(r"^## GitHub\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
     assert set(ACTION["inputs"]) <= {*inputs(), *re.findall(r"`(\w+)`", section)}
