@@ -113,6 +113,16 @@ def readable_quantised(folder: Path) -> None:
     readable(folder)
 
 
+def readable_gguf(folder: Path) -> None:
+    """Write a Llama as GGUF, with the config.json that transformers 4.44 asks for."""
+    gguf_of("Q8_0", folder, DENSE)
+    kind = pretrained_class("LlamaForCausalLM")
+    kind.config_class(**DENSE, architectures=[kind.__name__], dtype="float32").save_pretrained(
+        folder
+    )
+    readable(folder)
+
+
 def gguf_of(kind: str, folder: Path, settings: Mapping[str, Any] = LLAMA) -> None:
     model = made("LlamaForCausalLM", settings, torch.float32)
     folder.mkdir(parents=True)
@@ -160,7 +170,7 @@ MAKERS: Final[Mapping[str, Mapping[str, Callable[[Path], None]]]] = {
         "dense": partial(readable_saved, "LlamaForCausalLM", DENSE),
         "experts": partial(readable_saved, "MixtralForCausalLM", MIXTRAL),
         "bin": pickled,
-        "gguf": partial(gguf_of, "Q8_0", settings=DENSE),
+        "gguf": readable_gguf,
         "fp8": readable_quantised,
     },
     "loaders": {

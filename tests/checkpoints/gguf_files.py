@@ -93,6 +93,7 @@ def _describe(writer: Any, config: Any) -> None:
     """Write what transformers reads of a configuration."""
     words, heads = config.vocab_size, config.num_attention_heads
     described = {
+        "name": "random weights",  # transformers 4.48 reads the name of each file
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "head_count": heads,
         "feed_forward_length": getattr(config, "intermediate_size", 4 * config.hidden_size),
