@@ -28,19 +28,20 @@ _LINE_WIDTH: Final = 1.4
 
 
 def package_of(results: Sequence[Result]) -> str:
-    """Return the name of the package whose releases a run compares."""
-    return Requirement(requirements_in(results[0].cell.releases)[0]).name
+    """Return the name of the package that the choice of each cell names."""
+    return min(set[str].intersection(*({*_asked(one)} for one in results)))
 
 
-def release_of(result: Result) -> str:
-    """Return the release of that package in a cell whose choice names it exactly."""
-    (asked,) = Requirement(requirements_in(result.cell.releases)[0]).specifier
-    return asked.version
+def _asked(result: Result) -> dict[str, str]:
+    """Return the releases that a cell's choice names exactly, by their packages."""
+    asked = map(Requirement, requirements_in(result.cell.releases))
+    return {one.name: next(iter(one.specifier)).version for one in asked}
 
 
-def in_order(results: Sequence[Result]) -> dict[str, list[Result]]:
+def in_order(results: Sequence[Result], package: str) -> dict[str, list[Result]]:
     """Return the repeats of each release, in the order of the releases."""
-    return dict(sorted(grouped(results, release_of).items(), key=lambda one: Version(one[0])))
+    found = grouped(results, lambda one: _asked(one)[package])
+    return dict(sorted(found.items(), key=lambda one: Version(one[0])))
 
 
 def _lines_of(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -64,7 +65,9 @@ def markdown_releases(results: Sequence[Result], picture: str) -> str:
         heading = (
             f"**{escaped(title)}** ({format_bytes(size)})" if size else f"**{escaped(title)}**"
         )
-        rows = [[release, *_figures(repeats)] for release, repeats in in_order(ours).items()]
+        rows = [
+            [release, *_figures(repeats)] for release, repeats in in_order(ours, package).items()
+        ]
         lines = [f"| {' | '.join(row)} |" for row in [[package, *_COLUMNS], *rows]]
         parts += [heading, "\n".join([lines[0], "| --- | ---: | ---: | ---: |", *lines[1:]])]
     run = Measured([one for one in results if one.outcome is Outcome.OK] or results)
@@ -75,8 +78,7 @@ def _figures(repeats: Sequence[Result]) -> list[str]:
     good = [one for one in repeats if one.outcome is Outcome.OK]
     if not good:
         reason = repeats[0].message.partition("\n")[0]
-        release = release_of(repeats[0])
-        about = f" {package_of(repeats)}=={release}: "
+        about = f" {repeats[0].cell.releases}: "
         text = reason.replace(about, ": ") or outcome_of(one.outcome for one in repeats)
         return [escaped(one_line(text, _REASON_LENGTH)), "-", "-"]
     size, ready_ns = good[0].model_bytes, middle(one.ready_ns for one in good)
@@ -89,11 +91,12 @@ def _figures(repeats: Sequence[Result]) -> list[str]:
 
 def draw_releases(results: Sequence[Result]) -> "Figure":
     """Draw the anonymous peak over the releases: a line per model or strategy, with gaps where none was measured."""
-    order = list(in_order(results))
+    package = package_of(results)
+    order = list(in_order(results, package))
     figure, (axes,) = style.new_figure([3.2])
     handles = []
     for number, (title, ours) in enumerate(_lines_of(results).items()):
-        good = in_order([one for one in ours if one.outcome is Outcome.OK])
+        good = in_order([one for one in ours if one.outcome is Outcome.OK], package)
         peaks = [
             (middle(map(run_tables.anonymous_bytes, found)) or 0) / found[0].model_bytes
             if (found := good.get(release))
@@ -108,7 +111,6 @@ def draw_releases(results: Sequence[Result]) -> "Figure":
     axes.grid(axis="y", linewidth=0.4, alpha=0.5)
     axes.set_ylabel("anonymous peak, x model", fontsize=9)
     style.tidy(axes)
-    package = package_of(results)
     note = "Sampled maximum of anonymous memory until ready, above the memory after all imports, divided by the model's size."
     style.dress(figure, f"Loading with each release of {package}", handles, [note])
     return figure
