@@ -1,7 +1,7 @@
 """Write and draw what a load takes with each release of a package, from the records of suites with ``with:``."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -98,12 +98,15 @@ def draw_releases(results: Sequence[Result]) -> "Figure":
     for number, (title, ours) in enumerate(_lines_of(results).items()):
         good = in_order([one for one in ours if one.outcome is Outcome.OK], package)
         peaks = [
-            (middle(map(run_tables.anonymous_bytes, found)) or 0) / found[0].model_bytes
+            (middle(map(run_tables.anonymous_bytes, found)) or 0) / (found[0].model_bytes or 1)
             if (found := good.get(release))
             else float("nan")
             for release in order
         ]
-        look = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % 6]}
+        look: dict[str, Any] = {
+            "color": _COLOURS[number % len(_COLOURS)],
+            "marker": _MARKERS[number % 6],
+        }
         axes.plot(range(len(order)), peaks, linewidth=_LINE_WIDTH, markersize=4.5, **look)
         handles += style.legend((True, style.verbatim(title), {"linewidth": _LINE_WIDTH, **look}))
     axes.set_xticks(range(len(order)), order)
