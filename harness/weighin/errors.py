@@ -17,7 +17,7 @@ MEANINGS: Final = {
     " machine",
     4: "a cell (one measurement) could not be made, or another run is measuring on this machine",
     5: "a strategy loaded wrong weights or failed, a use of the loaded model failed, or one of"
-    " several measured commands failed",
+    " several measured commands failed (of one command, `weighin run` gives the exit code)",
     130: "stopped by Ctrl-C, SIGTERM or SIGHUP",
 }
 EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEANINGS.items())}."

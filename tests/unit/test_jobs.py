@@ -48,7 +48,7 @@ def run_with(*limits: int | None, isolation: Any = None, **changes: Any) -> Run:
 def no_room(wanted: int, free: int) -> str:
     return (
         f"jobs=2: the RAM limits of 2 cells are {wanted}.000 GiB together, but only {free}.000 GiB"
-        " of RAM are free\nleave jobs out, or change what it names"
+        " of RAM are free\nleave jobs out, or change the option that this names"
     )
 
 

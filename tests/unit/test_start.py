@@ -106,7 +106,7 @@ def test_a_strategy_that_reads_another_part_or_format_than_the_run_starts_nothin
     here: Path,
 ) -> None:
     assert refused(training, "ema") == (
-        "with its option --key=ema, strategy streaming reads your own file, and not a copy that weighin makes\n"
+        "with its option --key=ema, strategy streaming must read your own file, but this run would make it a copy\n"
         "give the run the same part and format: --checkpoint PATH --key=ema, without --format"
     )
     alone = [{"name": "baseline", "options": {"key": "model"}}]

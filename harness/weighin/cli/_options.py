@@ -31,18 +31,19 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
             shown = shown or ",".join("none" if one is None else str(one) for one in default)
         elif isinstance(default, str | int | float) and not is_flag:
             shown = shown or str(default)  # else the description says what holds
+        only = definition.TEXTS.get(verb, {}).get(key, "")
         more = " Repeatable." if written.is_repeatable and name != "strategies" else ""
         more += f" [default: {shown}]" if shown else ""
         found.append(
             Option(
                 [*definition.names_of(key, written), name],
                 written.group,
-                f"{field.description}{more}",
+                f"{only or field.description}{more}",
                 key=key,
                 default=None,
                 is_flag=is_flag,
                 multiple=written.is_repeatable,
-                metavar=None if is_flag else written.metavar,
+                metavar=None if is_flag else written.metavar.removesuffix("S" if only else ""),
             )
         )
     text = "Set any other key of a suite: `weighin help suite` lists them. Repeatable."
@@ -51,7 +52,9 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
 
 
 MODEL: Final = parameters(
-    {"[MODEL]": "The model, as --model. ./NAME is always a path. Default: gpt2-small."}
+    {
+        "[MODEL]": "What to load: see --model. If a model has your folder's name, write ./NAME. Default: gpt2-small."
+    }
 )[0]
 COMMAND: Final = click.Argument(
     ["command"],

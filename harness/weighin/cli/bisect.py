@@ -18,7 +18,7 @@ from weighin.errors import ConfigError
             "--package NAME": "The package whose releases are tried.",
             "--from RELEASE": "The first release. It and those up to --to are tried as the package index has them.",
             "--to RELEASE": "The last release. Default: the newest.",
-            "--metric METRIC": "The figure that grew: anon, peak_rss, ready ... as in a budget of `weighin check`. Default: anon, of a command needed.",
+            "--metric METRIC": "The figure that grew: anon, peak_rss, ready ... as in a budget of `weighin check`. Default: anon; of a command, needed.",
             "--tolerance SHARE": "How much more than that of the first release counts as growth.",
         },
         WHAT,
@@ -75,7 +75,7 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
                 perform(task, Progress() if is_of_command else shown)
         found, *others = summarise([run_folder.read(task.folder)]).values()
         if others:
-            raise ConfigError("bisect measures one case", "give one limit, format and use")
+            raise ConfigError("bisect follows one series", "give one --format, --use and --ranks")
         if metric.name not in found.figures:
             _console.note(f"left out {package} {release}: {found.outcome}: {found.message}")
             return None

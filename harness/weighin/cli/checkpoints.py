@@ -78,7 +78,7 @@ def inspect(context: click.Context, typed: dict[str, Any]) -> None:
     Option(
         ["--keys"],
         WHAT,
-        "file: keep SOURCE's names of tensors. model: write those of the model, stacking, joining and renaming tensors as from_pretrained does, which takes memory for the whole model.",
+        "Which names of tensors to write. file: those in SOURCE. model: those of the loaded model, for which from_pretrained may rename, join and stack tensors; it takes memory for the whole model.",
         type=click.Choice(["file", "model"]),
         default="file",
     ),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ),
     *parameters(
         {
-            "--results FOLDER": "The folder with this machine's runs: what they measured is not predicted.",
+            "--results FOLDER": "A folder of runs on this machine, whose figures replace predictions of the same load.",
             "--all": "Show all strategies, not only the best five.",
         },
         results=Path("results"),
@@ -39,11 +39,7 @@ if TYPE_CHECKING:
     },
 )  # fmt: skip
 def recommend(context: click.Context, typed: dict[str, Any]) -> None:
-    """Recommend the fastest strategy that fits into the given memory, and show its code.
-
-    The memory and times of a strategy come from the records of this machine (--results); without
-    such a record, weighin predicts them.
-    """
+    """Recommend the fastest strategy that fits into the given memory, and show its code."""
     from weighin.recommend import answer
 
     question = question_of(context, _options.read(context, {"uses": ["none"]}))

@@ -69,9 +69,9 @@ def bench(context: click.Context, _: dict[str, Any]) -> None:
 def run(context: click.Context, typed: dict[str, Any]) -> None:
     """Run a command under limits; show its peak memory, the peak's cause, and why it was killed.
 
-    The command keeps its standard streams, terminal, folder and environment. With one limit and no
-    repeats, weighin exits with the command's exit code, or with 1 if that is 0 although the kernel
-    killed a process for lack of memory.
+    The command keeps its standard streams, terminal, folder and environment. Measured once,
+    it gives weighin its exit code. If that is 0, but the kernel killed a process for lack of memory,
+    or the measurement failed, weighin exits with 1.
     """
     from weighin.plan.task import Progress
     from weighin.run.runner import resumable
@@ -95,12 +95,12 @@ def run(context: click.Context, typed: dict[str, Any]) -> None:
     *parameters(
         {
             "--within SHARE": "How precisely to find the floor, as a share of it, but at best within 8 MiB (of a command: 1 MiB).",
-            "--thrashing": "Accept a load that reads the same pages again and again, as long as it ends before --timeout.",
+            "--thrashing": "Accept a load or command that reads the same pages again and again, as long as it ends before --timeout.",
         },
         LIMITS,
         within="1%",
     ),
-    *_options.settings("floor", uses="none", timeout_s="300"),
+    *_options.settings("floor", uses="none", timeout_s="300; of a command, 30 + 10 x its time"),
     *_options.run("DATE-MODEL-floor"),
     codes=True,
     examples={

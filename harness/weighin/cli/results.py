@@ -69,7 +69,7 @@ def show_run(run: Path, records: "Records", json: str | None, formats: Sequence[
     *parameters(
         {
             "RUNS ...": "Folders of runs. The tables compare each run with the first run on the command line.",
-            "--by KEY": "What to compare: run (the folders), machine (the kinds of machine), commit, or a setting of the environment such as torch, kernel or python.",
+            "--by KEY": "What divides the measurements into columns: run (each folder), machine (each kind), commit, or another fact in the records such as torch, kernel or python.",
             "--metrics NAMES": "Show only some metrics, such as --metrics above_import,ready.",
         },
         by="run",

@@ -318,4 +318,4 @@ def check_jobs(task: Run, jobs: int) -> None:
         (needed > free, f"jobs={jobs}: {together}, but only {format_bytes(free)} of RAM are free"),
     ):  # fmt: skip
         if is_refused:
-            raise ConfigError(why, "leave jobs out, or change what it names")
+            raise ConfigError(why, "leave jobs out, or change the option that this names")

@@ -271,7 +271,7 @@ def evaluate(
         if CONCURRENT in environment and budget.metric.unit == "ns":
             raise ConfigError(
                 f"the budget {str(budget)!r} limits a time, but times are not comparable: several cells ran at once (jobs)",
-                "measure without jobs, or leave the budget out",
+                "measure without --set jobs, or remove the budget",
             )
         lines += _budget(budget, series, notes)
     ordered = sorted(lines, key=lambda line: (_ORDER.index(line.verdict), -line.excess))

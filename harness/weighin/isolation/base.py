@@ -15,7 +15,7 @@ from weighin.probes.cgroup import Cgroup
 
 
 class Streams(NamedTuple):
-    """Descriptors for a process's standard streams; None stands for the stream of this process."""
+    """File descriptors for a child's standard streams; None lets the child inherit weighin's own."""
 
     stdin: int | None = None
     stdout: int | None = None

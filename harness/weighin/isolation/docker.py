@@ -142,7 +142,7 @@ class DockerIsolation(Isolation):
         image = "" if is_worker else self._image
         if not is_worker and folder in ("", "/"):
             why = f"the current folder {folder or '(deleted)'} cannot be mounted into a container"
-            raise ConfigError(why, "cd to the folder of the program")
+            raise ConfigError(why, "cd to the program's folder")
         for path in () if is_worker else mounts:
             if not Path(path).exists():
                 raise ConfigError(

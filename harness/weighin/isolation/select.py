@@ -69,9 +69,7 @@ def choose(
         repairs.append("use --isolation auto")
     repair = ", or ".join(repairs)
     if limited:
-        repair += (
-            "; without a RAM limit, these work: weighin recommend, predict, and bench without --ram"
-        )
+        repair += "; without --ram, bench and run work, as do recommend and predict"
     raise IsolationUnavailable(message, repair)
 
 

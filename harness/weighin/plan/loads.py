@@ -196,7 +196,7 @@ def _of_this_run(
     if each.selection != selection or each.cell.format != own:
         options = " ".join(each.selection.options)
         raise ConfigError(
-            f"with its option {options}, strategy {each.cell.strategy} reads your own file, and not a copy that weighin makes",
+            f"with its option {options}, strategy {each.cell.strategy} must read your own file, but this run would make it a copy",
             f"give the run the same part and format: --checkpoint PATH {options}, without --format",
         )
     return each

@@ -84,7 +84,7 @@ class Run:
         return Floor(cell, self.results, self.settings.aim).first if is_limited else None
 
     def reference_for(self, cell: Cell) -> Reference | None:
-        """Return the figures of the same cell without a limit, which prove that it thrashes; None if it may thrash."""
+        """Return figures without a limit, to recognise thrashing by; None if that is allowed, or no floor is searched."""
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None
         return reference_of(self.unlimited_result(cell))

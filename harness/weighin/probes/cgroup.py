@@ -225,7 +225,7 @@ class Cgroup:
         return numbers
 
     def raise_limit(self) -> None:
-        """Remove the memory limits, so that a killed process that thrashes can exit quickly."""
+        """Remove the memory limits: a process that thrashes otherwise exits slowly after SIGKILL."""
         with suppress(OSError):  # a file is read-only; the killed process then exits more slowly
             first = self.file("swap") if self.version == 1 else self.path / "memory.high"
             for path in (first, self.file("limit")):  # v1 needs this order

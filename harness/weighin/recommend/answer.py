@@ -183,7 +183,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
-    """Judge every strategy under the question's limits; return the allowed ones, the best first."""
+    """Judge every strategy under the question's limits; those that need more than ``question.allow`` are left out."""
     known = [
         (one, prediction, prior.evidence.get((one.cell.strategy, one.cell.format)))
         for one, prediction in zip(prior.planned, prior.predictions, strict=True)

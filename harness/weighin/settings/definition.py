@@ -35,9 +35,7 @@ from weighin.stream.pretrained_library import FolderChoice, Selection
 from weighin.text import printable
 from weighin.units import LONGEST_S, MIB, parse_bytes, parse_rate, parse_seconds
 
-DEFAULT_STRATEGIES = (
-    "baseline", "sequential", "meta_copy", "mmap_assign", "per_param", "streaming",
-)  # fmt: skip
+DEFAULT_STRATEGIES = ("baseline", "sequential", "meta_copy", "mmap_assign", "per_param", "streaming")  # fmt: skip
 DEFAULT_SAVING = ("torch_save", "per_param", "per_module", "sharded", "safetensors", "dcp")
 DTYPES = {
     "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -53,6 +51,19 @@ COMMANDS: Final = "commands"
 WHAT: Final = "What to load"
 LIMITS: Final = "Limits"
 HOW: Final = "How to measure"
+TEXTS: Final[dict[str, dict[str, str]]] = {
+    "recommend": {
+        "ram": "The RAM that the load may take: 8g.",
+        "vram": "The GPU memory that the load may take: 8g. The CUDA context does not count.",
+        "disk": "The rate of the checkpoint's disk: 50MB/s. By default, times are those of a small cloud machine's disk.",
+        "disk_latency": "The time that the checkpoint's disk takes to answer a request: 1ms.",
+        "ranks": "How many processes load the model at once, in this memory together, as torchrun starts them: 4.",
+        "uses": "What follows the load, and must fit, too: a name of `weighin list uses` such as adamw, a file (./mine.py) with a function use(model), or none.",
+    },
+    "bisect": {"strategies": "The way of loading: a name of `weighin list strategies`, or a file (./mine.py)."},
+    "inspect": {"models": "The checkpoint: a file, a folder, or the Hub id of a downloaded folder."},
+}  # fmt: skip
+"""The texts in the help of a verb that takes one value of a setting, by the setting's key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +206,7 @@ _Named = Annotated[list[_One], BeforeValidator(_by_name), Field(min_length=1)]
 _Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
 _Rates = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_number, parse_rate))]]
 _Latencies = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_number, parse_seconds))]]
+_Ranks = Annotated[int, Field(ge=1, le=64)]
 _Limits = _Some[Annotated[StrictInt | None, BeforeValidator(partial(_as_number, _parse_limit))]]
 
 
@@ -289,11 +301,7 @@ class SuiteCommand(Strict):
 
     name: Annotated[_Label, Option(HOW, "run floor", "NAME")]
     """What the command is called in reports and baselines; in a suite, no two may share it."""
-    command: Annotated[
-        list[_Word],
-        BeforeValidator(_split),
-        Field(min_length=1),
-    ]
+    command: Annotated[list[_Word], BeforeValidator(_split), Field(min_length=1)]
     """The program and its arguments: a list of words, or one text that is split as a shell splits it."""
     cold: Annotated[_Several[str], Option(HOW, "run floor", "PATH", is_repeatable=True)] = []
     """Drop this file or folder from the page cache before each start. Otherwise, the figures miss pages that another program read before."""
@@ -311,7 +319,7 @@ class Model(Strict):
     models: Annotated[
         _Named[SuiteModel], Option(WHAT, f"{_LOADS} inspect", "NAME", ("--model",))
     ] = []
-    """The model: a name of `weighin list models`, a path, from:CHECKPOINT (needs no code), or the function that builds it: package.module:function, path/nets.py:function. A suite may list several."""
+    """The model: a name of `weighin list models`, a path, from:CHECKPOINT (needs no code), or the function that builds it: package.module:function, path/nets.py:function."""
     checkpoint: Annotated[_Path | None, Option(WHAT, _LOADS, "PATH")] = None
     """Your own weights, a file or folder. Default: random weights."""
     key: Annotated[str, Option(WHAT, f"{_LOADS} inspect convert", "KEY")] = ""
@@ -364,7 +372,7 @@ class Load(Strict):
         BeforeValidator(_listed),
         Option(WHAT, "bench floor predict", "NAMES", ("--strategies", "--strategy", "-s"), True),
     ] = Field(default_factory=_usual_strategies)
-    """Ways of loading: names of `weighin list strategies`, files (./mine.py), or all. Default: six, or for saves all."""
+    """Ways of loading: names of `weighin list strategies`, files (./mine.py), or all. Default: baseline, sequential, meta_copy, mmap_assign, per_param and streaming; for saves, all."""
     device: Annotated[_Device, Option(LIMITS, _LOADS, "DEVICE")] = "cpu"
     """Where the model is loaded to: cpu, cuda or cuda:1."""
     dtype: Annotated[_Dtype, Option(WHAT, _LOADS, "DTYPE")] = "auto"
@@ -374,19 +382,17 @@ class Load(Strict):
     format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: that of your checkpoint if the strategy reads it, else the first that the strategy reads."""
     passes: Annotated[int, Field(ge=1)] = 1
-    """How many forward passes the use forward runs. Each pass reads a mapped model again if it is larger than the limit."""
+    """How many forward passes the use forward runs. If the model is mapped from its file and larger than the RAM limit, every pass reads the file again."""
     uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
     """What happens after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
-    ranks: Annotated[_Some[Annotated[int, Field(ge=1, le=64)]], Option(HOW, _LOADS, "NUMBERS")] = [
-        1
-    ]
+    ranks: Annotated[_Some[_Ranks], Option(HOW, _LOADS, "NUMBERS")] = [1]
     """How many processes load the model at once, under one limit, as torchrun starts them: 1,4."""
     disk: Annotated[_Rates, Option(LIMITS, "bench recommend", "RATES")] = [None]
     """Rates to which the checkpoint's disk is slowed down: 50MB/s,none. It needs FUSE and weighin[disk]."""
     disk_latency: Annotated[_Latencies, Option(LIMITS, "recommend", "TIMES")] = [None]
     """How much later the checkpoint's disk answers each request: 1ms,none. It needs FUSE and weighin[disk]."""
     vram: Annotated[_Limits, Option(LIMITS, "recommend", "SIZES")] = [None]
-    """Limits of GPU memory, in which the CUDA context is not counted: 8g,none."""
+    """Limits of GPU memory, measured one after the other: 8g,none. The CUDA context does not count."""
     environment: _Some[_Environment] = [{}]
     """Environment variables of the load: `--set environment.MALLOC_ARENA_MAX=1`. A list measures each entry."""
     seed: int = 0
@@ -396,7 +402,7 @@ class Load(Strict):
     steady: bool = False
     """Write to free memory before each load, so that times vary less in virtual machines."""
     jobs: Annotated[int, Field(ge=1, exclude=True)] = 1
-    """Cells measured at once on this machine, if only memory matters. Their RAM limits must fit together."""
+    """Cells measured at once on this machine, if only memory matters. As many of the largest RAM limits as there are jobs must fit together."""
 
 
 class Measure(Strict):
@@ -532,7 +538,7 @@ def used_by(verb: str, kind: str = MODELS) -> set[str]:
 
 
 def options(verb: str = "") -> Iterator[tuple[str, FieldInfo, Option]]:
-    """Yield the settings that are options of a verb, or of any; those of a command as "commands.KEY"."""
+    """Yield the settings that are options of ``verb`` (of any, if it is empty); a command's own as "commands.KEY"."""
     verb = "floor" if verb == "bisect" else verb
     for kind in (Measure, Load, Model, Command, SuiteCommand):
         for name, field in kind.model_fields.items():

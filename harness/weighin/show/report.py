@@ -270,7 +270,7 @@ def _floors(searched: Sequence[Floor]) -> str:
 
 
 def csv_columns(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of summary.csv that at least one operation in these rows can fill."""
+    """Return the columns of summary.csv, without those of which none of these rows can have a value."""
     absent = frozenset.intersection(*(kind.lacks for kind in words.kinds_of(rows)))
     names = {f"{name}{end}" for name in absent for end in ("", "_min", "_max")}
     return [name for name in _IN_CSV if name not in names]

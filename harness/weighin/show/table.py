@@ -224,7 +224,7 @@ Document = Sequence[Table | Lines]
 
 
 def markdown(document: Document, level: int = 2) -> str:
-    """Return a document in Markdown, without the parts that have no lines."""
+    """Return a document in Markdown, without empty ``Lines``; an empty ``Table`` stays."""
     return "\n\n".join(
         (f"{'#' * level} {escaped(part.title)}\n\n" if part.title else "") + part.markdown()
         for part in document

@@ -69,8 +69,8 @@ def load_pretrained(
 
     Args:
         folder: a folder that ``save_pretrained`` wrote, a GGUF file, or the id of a model in the local cache.
-        dtype: "auto" and None mean the dtype in ``config.json``, or float32 for a model of diffusers, of
-            timm, or of a GGUF file.
+        dtype: a torch.dtype or its name. "auto" (or None) is the dtype in ``config.json``, but float32
+            for models of diffusers, of timm and of GGUF files.
         threads: the number of reading threads, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
         variant: the variant of the weights: "fp16" for ``model.fp16.safetensors``.

@@ -171,8 +171,8 @@ def _record(
             state[one.name] = torch.empty_strided(one.shape, dense_stride(one), dtype=one.dtype)
         except RuntimeError:  # the tensor repeats few elements of the file
             raise CheckpointError(
-                f"{one.file}: {plain(one.name)} of the shape {one.shape} is larger than this machine's"
-                " memory",
+                f"{one.file}: {plain(one.name)} has the shape {one.shape}, repeating few stored elements;"
+                " this machine has too little memory for it",
                 _SAVED_FROM,
             ) from None
         log.promise(state[one.name], one)

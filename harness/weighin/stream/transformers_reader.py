@@ -99,7 +99,7 @@ class SafeFile:
 class Load:
     """One load: what is still to be read, and the tensors that several names of the file share.
 
-    ``slices`` are tensors of files that have been read. ``missing`` and ``unexpected`` are the keys that
+    ``slices`` are places of tensors in files whose headers have been read. ``missing`` and ``unexpected`` are the keys that
     transformers reports. ``defers`` tells whether nothing needs a tensor's values before ``finish``.
     """
 

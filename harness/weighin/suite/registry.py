@@ -140,7 +140,7 @@ def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
 def chosen(
     settings: "Settings", own_format: str | None = None
 ) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
-    """Return the strategies of a run; if none is named, those that read a read-only own format."""
+    """Return the strategies of a run; if the user named none, and no default one reads ``own_format``, all that read it."""
     pairs = []
     operation = settings.operation
     for entry in settings.strategies:
