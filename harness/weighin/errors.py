@@ -10,11 +10,9 @@ from typing import Final
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
-    1: "a comparison of `weighin check` failed, no strategy fits into the memory, or the user"
-    " declined a confirmation",
+    1: "a comparison of `weighin check` failed, no strategy fits, or the user declined to confirm",
     2: "bad input",
-    3: "the isolation that limits the memory of the measured processes does not work on this"
-    " machine",
+    3: "the isolation that limits the measured processes' memory does not work on this machine",
     4: "a cell (one measurement) could not be made, or another run is measuring on this machine",
     5: "a strategy loaded wrong weights or failed, a use of the loaded model failed, or one of"
     " several measured commands failed (of one command, `weighin run` gives the exit code)",
