@@ -39,9 +39,9 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def path_of_worker(python: str) -> str:
-    """Return PYTHONPATH of a worker: in an environment of ``run.releases``, only the folder with the link to weighin's code."""
-    is_here = python == sys.executable
-    return os.pathsep.join(CODE_PATH) if is_here else f"{python.removesuffix('bin/python')}code"
+    """Return PYTHONPATH of a worker: in an environment of ``run.releases``, the folder with the link to weighin's code."""
+    code = f"{os.path.dirname(os.path.dirname(python))}/code"  # noqa: PTH120
+    return code if os.path.isdir(f"{code}/weighin") else os.pathsep.join(CODE_PATH)  # noqa: PTH112
 
 
 def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dict[str, str]:

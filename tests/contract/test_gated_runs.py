@@ -11,8 +11,8 @@ from outside import RUNS, weighin
 from snapshots import Compare
 
 BASE = "gpt2-xl-16GiB"
-MIXED = ("gpt2-medium-ranks",)
-"""Runs with more than one number of threads, of which no baseline can be made."""
+MIXED = ("gpt2-medium-ranks", "releases-torch", "releases-transformers")
+"""Runs of several numbers of threads or torch, or with failed loads, of which no baseline can be made."""
 FACTORS = {
     "baseline": 1.002, "sequential": 1.02, "meta_copy": 1.2, "mmap_assign": 0.8, "streaming": 1.0,
 }  # fmt: skip

@@ -230,7 +230,11 @@ def update(
     unmeasured = [text for text, ends in ended.items() if Outcome.MEASUREMENT_FAILED in ends]
     broken = [text for text, ends in ended.items() if ends & {*BROKEN}]
     ours = measured.environment.items()
-    mixed = [f"the cells differ in {name}: {one}" for name, one in ours if " | " in str(one)]
+    mixed = [
+        f"the cells differ in {name}: {one}"
+        for name, one in ours
+        if " | " in str(one) and not name.startswith("releases.")  # those of --with
+    ]
     for found, repair, code in (
         (unmeasured, "measure the run again: a baseline without a figure accepts any value of it", 2),
         (broken, "repair these strategies and measure again, or leave them out of --strategies", 1),
