@@ -60,10 +60,10 @@ def mine(
 
 
 def read_peaks(command: CommandLine, run: str) -> dict[str, int]:
-    """Return the growth of anonymous memory in each ok cell, by its release."""
+    """Return the kernel's high-water mark of each ok cell above that before the load, by its release."""
     ok = [one for one in command.records(run) if one["outcome"] == "ok"]
     return {
-        one["cell"]["releases"]: one["peaks"]["anon_sampled_bytes"] - one["baseline"]["anon_bytes"]
+        one["cell"]["releases"]: one["peaks"]["rss_bytes"] - one["baseline"]["rss_bytes"]
         for one in ok
     }
 
@@ -75,9 +75,10 @@ def test_releases_are_measured_side_by_side_and_a_broken_one_is_skipped(mine: Co
     assert "installed tinyloader==1.0: " in ended.err
     grown = read_peaks(mine, "run")
     assert set(grown) == {"tinyloader==1.0", "tinyloader==2.0"}
-    # The model and one state dict, or two.
-    assert grown["tinyloader==1.0"] == pytest.approx(2 * SIZE, abs=SIZE // 4)
-    assert grown["tinyloader==2.0"] == pytest.approx(3 * SIZE, abs=SIZE // 4)
+    # The model and one state dict, or two, beside the pages of libraries that a load touches first.
+    assert 2 * SIZE <= grown["tinyloader==1.0"] < 2.5 * SIZE
+    more = grown["tinyloader==2.0"] - grown["tinyloader==1.0"]
+    assert more == pytest.approx(SIZE, abs=SIZE // 4)
     first, second, broken, missing = mine.records("run")
     assert first["environment"]["releases"] == {"tinyloader": "1.0"}
     assert second["environment"]["releases"] == {"tinyloader": "2.0"}
@@ -116,12 +117,13 @@ def test_what_the_newest_release_takes_more_fails_a_gate(mine: CommandLine) -> N
 def test_a_bisection_finds_the_release_and_leaves_out_what_cannot_be_measured(
     mine: CommandLine,
 ) -> None:
-    asked = f"bisect {MODEL} -s ./mine.py --package tinyloader --from 1.0 --isolation process"
+    exact = "--metric peak_rss --tolerance 5% --isolation process"
+    asked = f"bisect {MODEL} -s ./mine.py --package tinyloader --from 1.0 {exact}"
     ended = mine.run(f"{asked} --out found --json found.json", patience_s=300)
     assert ended.code == 0, ended.err
     found = json.loads((mine.folder / "found.json").read_text())
     assert (found["before"], found["first"]) == ("1.1", "2.0")
-    assert "tinyloader 2.0 is the first with more anon (sampled): " in ended.out
+    assert "tinyloader 2.0 is the first with more peak_rss: " in ended.out
     assert "left out tinyloader 1.2: skipped: cannot import tinyloader==1.2" in ended.err
     assert {one.name for one in (mine.folder / "found").iterdir()} == {
         "1.0",
@@ -131,7 +133,7 @@ def test_a_bisection_finds_the_release_and_leaves_out_what_cannot_be_measured(
         "2.1",
     }
     again = mine.run(f"{asked} --to 1.1 --out again")
-    assert "No release of tinyloader up to 1.1 takes more anon (sampled) than 1.0" in again.out
+    assert "No release of tinyloader up to 1.1 takes more peak_rss than 1.0" in again.out
     for words in ("--from 2.1", "--from one", "--from 1.0 --metric size"):
         assert mine.run(f"bisect --package tinyloader {words} -- true").code == 2
 
