@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from snapshots import Compare
 from state_files import write_state
 
+from weighin import install
 from weighin.recommend.snippet import CannotWriteOut, snippet
 from weighin.stream import formats
+from weighin.stream.pretrained_library import module_in_pipelines
 from weighin.suite import registry
 from weighin.suite.registry import name_of
 
@@ -227,3 +229,10 @@ def test_the_other_case_of_a_folder_stays(tmp_path: Path, start: str, quote: str
     exec(text, names)
     loaded = names["load_model"](lambda: torch.nn.Linear(2, 2), tmp_path / "w.pt")
     assert torch.equal(loaded.weight, net.weight)
+
+
+def test_a_class_of_transformers_in_a_pipeline_of_diffusers_is_imported_from_there() -> None:
+    pytest.importorskip("diffusers", reason=install.command("diffusers"))
+    own = module_in_pipelines("StableDiffusionSafetyChecker")
+    assert own == "diffusers.pipelines.stable_diffusion.safety_checker"
+    assert module_in_pipelines("GPT2LMHeadModel") == ""

@@ -22,7 +22,14 @@ from weighin.errors import CheckpointError, ConfigError, HarnessError, extra
 from weighin.stream import hugging_face_folder
 from weighin.stream.foreign import misfit
 from weighin.stream.hugging_face_folder import AUTO_MAP, CONFIG
-from weighin.stream.pretrained_library import ADAPTER, ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
+from weighin.stream.pretrained_library import (
+    ADAPTER,
+    ARGUMENT,
+    DIFFUSERS,
+    TRANSFORMERS,
+    Library,
+    module_in_pipelines,
+)
 from weighin.stream.quantised import dequantising
 from weighin.stream.tensors import storage_key, untie
 from weighin.text import one_line
@@ -92,14 +99,8 @@ def pretrained_class(
 def class_of_pipelines(name: str) -> Any:
     """Return a class in a module of diffusers' pipelines, such as ``StableDiffusionSafetyChecker``, or None."""
     imported(DIFFUSERS)
-    pipelines = "diffusers.pipelines"
-    root = Path(import_module(pipelines).__path__[0])
-    definition = re.compile(rf"^class {re.escape(name)}\(", re.MULTILINE)
-    for file in sorted(root.rglob("*.py")):
-        if definition.search(file.read_text(encoding="utf-8")):
-            inside = ".".join(file.relative_to(root).with_suffix("").parts)
-            return getattr(import_module(f"{pipelines}.{inside}"), name)
-    return None
+    module = module_in_pipelines(name)
+    return getattr(import_module(module), name) if module else None
 
 
 def imported(library: Library) -> Any:

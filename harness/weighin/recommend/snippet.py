@@ -18,7 +18,7 @@ from typing import Any, Final
 import weighin
 from weighin import install
 from weighin.strategy import HELPERS
-from weighin.stream.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS
+from weighin.stream.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS, module_in_pipelines
 from weighin.suite.registry import StrategyInfo, name_of
 
 _TENSORS: Final = "weighin.stream.tensors"
@@ -253,7 +253,7 @@ def pretrained_snippet(
         lines = ["from timm import create_model"]
         call = f"create_model({f'local-dir:{folder}'!r}, pretrained=True).to({device!r}, torch.{dtype})"
     elif info.pretrained:
-        lines = [f"from transformers import {kind}"]
+        lines = [f"from {module_in_pipelines(kind) or 'transformers'} import {kind}"]
         if gguf_file:
             needed, more = f"{needed} accelerate gguf", f", gguf_file={gguf_file!r}"
         if quantisation:

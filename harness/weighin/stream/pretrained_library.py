@@ -109,3 +109,18 @@ WHOLE: Final = Selection()
 ADAPTER: Final = "adapter_config.json"
 ARGUMENT: Final = "adapter"
 """The argument of a model's builder that names the folder of an adapter to merge."""
+
+
+def module_in_pipelines(name: str) -> str:
+    """Return the module of diffusers' pipelines that defines a model class of transformers; "" if none does."""
+    import re  # as are the others, to save a worker's memory
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    spec = find_spec(DIFFUSERS.name)
+    root = Path(spec.origin or "").parent if spec else Path("missing")
+    definition = re.compile(rf"^class {re.escape(name)}\(", re.MULTILINE)
+    for file in sorted((root / "pipelines").rglob("*.py")):
+        if definition.search(file.read_text(encoding="utf-8")):
+            return ".".join(file.relative_to(root.parent).with_suffix("").parts)
+    return ""
