@@ -264,3 +264,5 @@ def test_what_a_plan_would_run_is_listed_once() -> None:
     settings = settings_of(*cells, cwd="/work", image="img:1", mounts=("/data",))
     commands = ["command python train.py --epochs 1", "command 'a b'"]
     assert foreign(cells, settings) == ["image img:1", *commands]
+    installing = [replace(cells[0], releases="stranger==1.0")]
+    assert foreign(installing, settings)[1] == "packages from the index stranger==1.0"
