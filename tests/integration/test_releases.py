@@ -89,6 +89,9 @@ def test_releases_are_measured_side_by_side_and_a_broken_one_is_skipped(mine: Co
     assert missing["message"] == (
         "cannot install tinyloader==9.9: No matching distribution found for tinyloader==9.9"
     )
+    for folder in ("any", "any again"):  # the newest of several is asked for each time
+        ended = mine.run(f"{BENCH} --with tinyloader==2.* --out '{folder}'")
+        assert "installing tinyloader==2.*" in ended.err
     again = mine.run(f"{BENCH} --with tinyloader==2.0 --with pinned --out again")
     assert "installing" not in again.err
     assert [one["outcome"] for one in mine.records("again")] == ["ok", "skipped"]

@@ -83,7 +83,8 @@ def ensure(choice: str, needed: Sequence[str], report: Report) -> Environment:
     about = [sys.version, sys.prefix, str(ours), *sorted(map(str, default_environment().values()))]
     request = {"packages": sorted(given), "linked": limits, "python": about}
     root = temporary_folders.folder() / temporary_folders.ENVIRONMENTS
-    is_exact = choice != LATEST and all("==" in one for one in requirements_in(choice))
+    exact = re.compile("==[^*]+$")  # one release, and no pattern of several
+    is_exact = choice != LATEST and all(map(exact.search, requirements_in(choice)))
     for marker in sorted(root.glob(f"[!.]*/{MARKER}.json")) if is_exact else ():
         if (stored := object_in(marker)).get("request") == request:
             os.utime(marker)  # the time of this use
