@@ -28,8 +28,9 @@ def test_memory_of_forked_processes_own_is_no_copy(
 def test_shared_pages_that_become_private_are_copies(
     isolation: str, programs: Path, tmp_path: Path
 ) -> None:
-    # On a busy machine a table of the processes takes long, and the next follows after 20 times that.
-    command = (str(programs / "forks"), "128", "3", "8000")
+    # On a busy machine a table of the processes takes long, and the next follows after 20 times that:
+    # the parent's memory is to be seen twice before the forks, the children's after them.
+    command = (str(programs / "forks"), "128", "3", "6000", "3000")
     found = measured(tmp_path / "run", command, f"--isolation {isolation}")
     copied = [one["copied_bytes"] or 0 for one in found.record["ran"]["processes"]]
     print(copied, found.said)

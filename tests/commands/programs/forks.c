@@ -1,8 +1,9 @@
-/* forks MIB [CHILDREN] [MS]: copy-on-write copies, all at the same time.
+/* forks MIB [CHILDREN] [MS] [FIRST]: copy-on-write copies, all at the same time.
  *
  * Anonymous: the parent writes MIB, and each of CHILDREN (3) children overwrites the first half.
  * The peak is MIB + CHILDREN * MIB / 2, held for MS (300) milliseconds. The sum of all processes'
- * RSS is then (CHILDREN + 1) * MIB.
+ * RSS is then (CHILDREN + 1) * MIB. FIRST (0) milliseconds lie between the parent's memory and the forks: what a
+ * process takes just before a fork can't be told from what its child takes just after it.
  */
 #include "memory.h"
 
@@ -13,6 +14,7 @@ int main(int count, char **arguments) {
     make_pipe(ready);
     make_pipe(end);
     char *start = take(bytes);
+    hold(argument(count, arguments, 4, 0));
     for (int child = 0; child < children; child++)
         if (!fork_child()) {
             write_pages(start, bytes / 2);
