@@ -1,6 +1,7 @@
 """Other releases of packages (--with, bisect): a package of our own in a folder of wheels, installed by pip."""
 
 import json
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from typing import Any
 import leftovers
 import local_index
 import pytest
+from on_terminals import talk
 from typed import CommandLine
+from typed import words as words_of
 
 from weighin.units import MIB
 
@@ -143,11 +146,27 @@ def test_a_bisection_finds_the_release_and_leaves_out_what_cannot_be_measured(
 
 def test_a_command_finds_the_release_first(mine: CommandLine) -> None:
     (mine.folder / "say.py").write_text("import tinyloader, torch\nprint(tinyloader.COPIES)\n")
-    ended = mine.run("run --with tinyloader==2.1 --out run -- python say.py")
+    ended = mine.run("run --with tinyloader==2.* --out run -- python say.py")
     assert (ended.code, ended.out) == (0, "2\n")
+    assert re.match(
+        r"installing tinyloader==2\.\*\ninstalled tinyloader==2\.\*: .* KiB in /.*\nweighin: ",
+        ended.err,
+    )
     refused = mine.run("run --with latest -- python say.py")
     assert refused.code == 2
     assert "name it, without a release: --with transformers" in refused.err
+
+
+def test_the_progress_of_an_installation_has_left_the_terminal_before_the_command(
+    mine: CommandLine,
+) -> None:
+    asked = "run --with tinyloader==2.* --out run -- sh -c 'stty size; echo mine; sleep 1'"
+    session = talk(mine, "env", "TERM=xterm", *words_of(asked))
+    before, mine_alone, after = session.screen.partition("mine\n")
+    assert (session.code, mine_alone, session.restored) == (0, "mine\n", True)
+    assert "installing tinyloader==2.*" in before
+    assert before.endswith("24 80\n")
+    assert after.startswith("weighin: ")
 
 
 def test_without_a_network_the_index_is_named(mine: CommandLine) -> None:

@@ -45,7 +45,6 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
     from weighin.cli._progress import progress
     from weighin.fleet import driver
     from weighin.plan import start
-    from weighin.plan.task import Progress
     from weighin.records import metrics, run_folder
     from weighin.records.series import summarise
     from weighin.run import releases
@@ -71,8 +70,9 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
         chosen = settings.model_copy(update={"releases": [f"{package}=={release}"]})
         with driver.opened({}) as (_, perform):
             task, _ = start.start(chosen, out / release)
-            with progress(_console.console(), len(task.planned)) as shown:
-                perform(task, Progress() if is_of_command else shown)
+            bar = progress(_console.console(), len(task.planned))
+            with measure.until_a_command() if is_of_command else bar as shown:
+                perform(task, shown)
         found, *others = summarise([run_folder.read(task.folder)]).values()
         if others:
             raise ConfigError("bisect follows one series", "give one --format, --use and --ranks")

@@ -4,7 +4,7 @@ import math
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -18,7 +18,7 @@ from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from weighin.fleet.driver import Perform
-    from weighin.plan.task import Run
+    from weighin.plan.task import Progress, Run
     from weighin.result import Result
     from weighin.settings.definition import Settings
 
@@ -73,7 +73,6 @@ def run(context: click.Context, typed: dict[str, Any]) -> None:
     it gives weighin its exit code. If that is 0, but the kernel killed a process for lack of memory,
     or the measurement failed, weighin exits with 1.
     """
-    from weighin.plan.task import Progress
     from weighin.run.runner import resumable
 
     if typed["json"] == _console.STDOUT:
@@ -81,8 +80,12 @@ def run(context: click.Context, typed: dict[str, Any]) -> None:
             "--json -: the command writes to standard output, too",
             "write the JSON to a file: --json result.json",
         )
-    with _planned(context) as (task, perform), resumable("run", task):
-        results = list(perform(task, Progress()))
+    with (
+        _planned(context) as (task, perform),
+        until_a_command() as shown,
+        resumable("run", task),
+    ):
+        results = list(perform(task, shown))
     if len(results) > 1:
         _report(context, task, results)
     else:
@@ -147,6 +150,22 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
         found = {"run": str(task.folder), "floors": floors, "files": [str(path) for path in files]}
         _console.deliver(typed["json"], found)
     _end(context, results)
+
+
+@contextmanager
+def until_a_command() -> "Iterator[Progress]":
+    """Show the progress of what comes before a command, such as an installation: then the terminal is the command's."""
+    from weighin.plan.task import Progress
+
+    with ExitStack() as shown:
+
+        def prepare(step: str, share_done: float | None) -> None:
+            from weighin.cli._progress import progress  # imports rich, which takes time
+
+            shown.close()
+            shown.enter_context(progress(_console.console(), None)).preparing(step, share_done)
+
+        yield Progress(preparing=prepare, starting=lambda _: shown.close())
 
 
 @contextmanager

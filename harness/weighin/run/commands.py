@@ -252,6 +252,7 @@ def take(
             return Measured(skipped(replace(planned, skip=error.message), dict(known_environment)))
         spec.python = found.python
         known_environment = {**known_environment, "releases": found.chosen}
+    progress.starting(cell)
     measured = measure(task.isolation, spec, known_environment, task.reference_for(cell))
     if spec.asked_to_end and (is_search or len(task.planned) > 1):
         raise Interrupted(STOPPED)

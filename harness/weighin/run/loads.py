@@ -287,6 +287,7 @@ class Loads:
 
     def take(self, planned: Planned, known: dict[str, Any]) -> Measured:
         key, cell, task = self._key(planned), planned.cell, self._task
+        self._progress.starting(cell)
         if isinstance(checkpoint := self._checkpoints[key], FormatLimit):
             return Measured(skipped(replace(planned, skip=checkpoint.message), known))
         if isinstance(environment := self._environments.get(self._place(planned)), ConfigError):

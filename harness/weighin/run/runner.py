@@ -65,7 +65,6 @@ def run(
             if planned.skip or take is None:
                 measured = Measured(skipped(planned, known_environment))
             else:
-                progress.starting(planned.cell)
                 measured = take(planned, known_environment)
             with interrupts.put_off():
                 result = run_folder.append(task.folder, measured.result)
