@@ -152,6 +152,8 @@ def test_a_command_finds_the_release_first(mine: CommandLine) -> None:
         r"installing tinyloader==2\.\*\ninstalled tinyloader==2\.\*: .* KiB in /.*\nweighin: ",
         ended.err,
     )
+    twice = mine.run("run --with tinyloader==2.* --repeats 2 --out twice -- true")
+    assert twice.err.count("installing") == 1
     refused = mine.run("run --with latest -- python say.py")
     assert refused.code == 2
     assert "name it, without a release: --with transformers" in refused.err
