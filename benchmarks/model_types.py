@@ -229,13 +229,13 @@ def drawn_part(tried: Sequence[Drawn], seed: int, known: int) -> str:
     compared = [one for one in tried if not one.reason]
     unequal = [one for one in compared if one.unequal]
     told = sum(one.outputs == "equal" for one in compared)
+    equal = f"{len(compared) - len(unequal)}" + (f" of {len(compared)}" if unequal else "")
     storage = [f"* {one.name}: {_cell(one.storage[0])}" for one in compared if one.storage]
     table = Table.of(_DRAWN, [one.row() for one in unequal], names=2).markdown()
     return "\n".join([
-        f"Of {known} further types, {len(tried)} were drawn (--seed {seed}), and {len(compared)} compared in"
-        f" {sum(one.loads for one in compared):,} pairs of loads: {len(compared) - len(unequal)} are equal,"
-        f" {len(unequal)} are not; the outputs of {told} are equal. {len(tried) - len(compared)} could not be compared."
-        f" Measured on {date.today()}.",
+        f"We drew {len(tried)} of the {known} other types (--seed {seed}). {len(tried) - len(compared)} could not be"
+        f" compared. In {sum(one.loads for one in compared):,} pairs of loads, the other {equal} are equal; of {told},"
+        f" the outputs, too. Measured on {date.today()}.",
         *(["", table] if unequal else []),
         *(["", *storage] if storage else []),
     ])  # fmt: skip
