@@ -23,8 +23,8 @@ from weighin.suite.registry import model, strategy
 from weighin.units import GIB
 
 ABOUT: Final = (
-    "GPU: the exact peak of allocated bytes. Host: the notebook sampled RSS every 0.1 s in one process for"
-    " all methods; weighin's is a peak of the kernel's, in a new process for each."
+    "GPU: the exact peak of allocated bytes. Host: the notebook sampled RSS every 0.1 s, in one process for all"
+    " methods. weighin starts a process for each method, and reports the kernel's own peak of RSS."
 )
 _USUAL: Final = re.compile(
     r"device cuda|no RAM limit|float32|cold page cache|x86_64|Intel.*|Linux .*|cgroup v2"
