@@ -34,7 +34,7 @@ from weighin.text import one_line
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
-    from weighin.fleet.cluster import Cluster
+    from weighin.fleet.ray_cluster import Cluster
 
 NAMES: Final = ("local", "ray")
 _HERE: Final = "this machine"
@@ -70,7 +70,7 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
         case {"name": "local", "jobs": int(number)}:
             yield (), lambda task, progress: run_jobs(number, task, progress)
         case {"name": "ray", "address": str(address), "labels": dict(labels)}:
-            from weighin.fleet.cluster import connected  # imports ray
+            from weighin.fleet.ray_cluster import connected  # imports ray
 
             with connected(address, labels) as cluster:
                 nodes = cluster.find()

@@ -15,8 +15,8 @@ pytest.importorskip("ray")
 from ray import cloudpickle
 
 from weighin.errors import ConfigError, Interrupted
-from weighin.fleet import cluster
-from weighin.fleet.cluster import Cluster
+from weighin.fleet import ray_cluster
+from weighin.fleet.ray_cluster import Cluster
 from weighin.run import interrupts
 
 WITHOUT_WEIGHIN = """
@@ -36,7 +36,7 @@ print(run.__globals__["run_here"]({"kind": "describe"}, {}))
 def test_a_node_without_weighin_can_say_so() -> None:
     answer = subprocess.run(
         [sys.executable, "-I", "-c", WITHOUT_WEIGHIN],
-        input=cloudpickle.dumps(cluster.run),
+        input=cloudpickle.dumps(ray_cluster.run),
         capture_output=True,
         check=False,
     )
@@ -64,11 +64,11 @@ class Silent(Cluster):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_WAIT_S", 0.01)
+    monkeypatch.setattr(ray_cluster, "_WAIT_S", 0.01)
 
 
 def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(ray_cluster, "_ANSWER_S", 0.05)
     silent = Silent(*"ab" * 1000)
     with pytest.raises(ConfigError, match="no node has told what it can measure: a"):
         silent.find()
@@ -93,7 +93,7 @@ def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) 
     here = SimpleNamespace(get_node_id=lambda: "a")
     monkeypatch.setattr("ray.get_runtime_context", lambda: here)
     monkeypatch.setattr("psutil.Process", Mock(side_effect=PermissionError("environ")))
-    place, told = cluster.run({"kind": "measure"})
+    place, told = ray_cluster.run({"kind": "measure"})
     assert (place, told["error"]["exit_code"]) == ("a", 2)
     why = "weighin does not start on this node: PermissionError('environ')"
     assert told["error"]["message"] == why
