@@ -148,7 +148,7 @@ def _read_raw(path: str, threads: int, piece_bytes: int, is_direct: bool) -> Tim
     """Wait for a line; read the file into fresh huge pages, and these pages once."""
     import torch
 
-    from weighin.worker.loading import touch
+    from weighin.worker.verify import touch
 
     print("ready to read", flush=True)
     sys.stdin.readline()

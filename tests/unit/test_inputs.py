@@ -9,7 +9,8 @@ import torch
 from pytest import MonkeyPatch
 from torch import nn
 
-from weighin.worker.loading import WrongWeights, check_forward, example_inputs
+from weighin.worker.loading import example_inputs
+from weighin.worker.verify import WrongWeights, check_forward
 
 CPU = torch.device("cpu")
 

@@ -22,8 +22,9 @@ from weighin.run import loads
 from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
-from weighin.worker.loading import Save, WrongWeights, import_strategy
+from weighin.worker.loading import Save, import_strategy
 from weighin.worker.saving import check, files_in, sizes, sync
+from weighin.worker.verify import WrongWeights
 
 
 def expected(model: Model) -> Manifest:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from worker_jobs import Model, manifest_of
 
-from weighin.worker.loading import (
-    Inputs,
+from weighin.worker.loading import Inputs
+from weighin.worker.verify import (
     WrongWeights,
     check_forward,
     check_parameters,

@@ -14,7 +14,7 @@ from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.stream.construct import resolve_builder
 from weighin.suite import registry
-from weighin.worker import loading
+from weighin.worker import loading, verify
 
 
 def load(
@@ -43,9 +43,9 @@ def checked_load(
 ) -> dict[str, torch.Tensor]:
     """Load a checkpoint by a strategy, check structure and values as a worker does, and return the tensors."""
     model = load(strategy, path, resolve_builder(spec.builder), spec, dtype, **options)
-    tensors = loading.named_tensors(model)
-    loading.check_structure(tensors, manifest, torch.device("cpu"), dtype)
-    loading.check_values(loading.touch(tensors), manifest, dtype)
+    tensors = verify.named_tensors(model)
+    verify.check_structure(tensors, manifest, torch.device("cpu"), dtype)
+    verify.check_values(verify.touch(tensors), manifest, dtype)
     return tensors
 
 
@@ -81,5 +81,5 @@ def manifest_of(model: nn.Module, others: Iterable[str] = ()) -> Manifest:
             name, (*tensor.shape,), own, tensor.nbytes, "parameter", shared_with, sums
         )
 
-    tensors = loading.named_tensors(model, others)
+    tensors = verify.named_tensors(model, others)
     return Manifest("m", "a:b", "seed 0", tuple(entry(*item) for item in tensors.items()))

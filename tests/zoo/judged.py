@@ -21,11 +21,11 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from weighin.cell import ModelSpec
+from weighin.checkpoint.generate import index
 from weighin.checkpoint.manifest import Manifest
-from weighin.checkpoint.truth import index
 from weighin.stream import formats as layouts
 from weighin.suite import registry
-from weighin.worker import loading
+from weighin.worker import verify
 from weighin.worker.loading import Inputs, Load, import_strategy
 
 _ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tested as pt and safetensors only
@@ -164,8 +164,8 @@ def _is_finite(case: Case) -> bool:
     inputs = builders.example_inputs(**case.kwargs) if case.family != "torchvision" else ()
     try:
         if inputs:
-            loading.check_forward(case.donor(), Inputs(inputs))
-    except loading.WrongWeights:
+            verify.check_forward(case.donor(), Inputs(inputs))
+    except verify.WrongWeights:
         return False
     except RuntimeError:  # its buffers have another dtype than its inputs until they are converted
         return True
@@ -200,15 +200,15 @@ def judge(
     """Return the fault that the worker's checks find in a model; an empty string if it is right."""
     device = torch.device("cpu")
     try:
-        tensors = loading.named_tensors(model)
-        loading.check_structure(tensors, truth.manifest, device, dtype)
-        loading.check_values(loading.touch(tensors), truth.manifest, dtype)
+        tensors = verify.named_tensors(model)
+        verify.check_structure(tensors, truth.manifest, device, dtype)
+        verify.check_values(verify.touch(tensors), truth.manifest, dtype)
         inputs = (
             builders.example_inputs(**case.kwargs) if forward and dtype == torch.float32 else ()
         )
         if inputs:
-            loading.check_forward(model, Inputs(inputs))
-    except loading.WrongWeights as error:
+            verify.check_forward(model, Inputs(inputs))
+    except verify.WrongWeights as error:
         return f"wrong: {error}"
     return ""
 

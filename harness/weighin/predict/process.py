@@ -24,7 +24,7 @@ import torch
 from weighin.predict.ledger import anon_bytes
 from weighin.probes.process import memory_of, read_status
 from weighin.units import MIB
-from weighin.worker.loading import touch
+from weighin.worker.verify import touch
 
 _ROOT: Final = "torch._dynamo"
 

@@ -65,7 +65,7 @@ def prepare(marks: Marks) -> "Worker":
 def classify(error: BaseException, strategy: str, use: str = "") -> tuple[Outcome, str]:
     """Return the outcome and the message of an error in a load, a save or, if it has begun, a ``use``."""
     from weighin.worker.cuda import is_out_of_memory
-    from weighin.worker.loading import WrongWeights
+    from weighin.worker.verify import WrongWeights
 
     if isinstance(error, WrongWeights):
         return Outcome.WRONG_WEIGHTS, str(error)

@@ -12,7 +12,8 @@ from weighin.errors import CheckpointError
 from weighin.probes import page_cache
 from weighin.stream import formats
 from weighin.stream.load_streaming import load_streaming
-from weighin.worker.loading import Load, WrongWeights, complain, wanted_dtype
+from weighin.worker.loading import Load
+from weighin.worker.verify import WrongWeights, complain, wanted_dtype
 
 
 def load_model(job: Load) -> torch.nn.Module:

@@ -16,7 +16,7 @@ from weighin.phase_reporter import read_text
 from weighin.probes.process import read_rollup
 from weighin.result import Outcome
 from weighin.stream.construct import resolve_builder
-from weighin.worker import loading
+from weighin.worker import loading, verify
 from weighin.worker.phases import Marks
 
 
@@ -124,16 +124,16 @@ class Worker:
             kind = "None" if model is None else f"a {type(model).__name__}"
             marks.fail(Outcome.STRATEGY_FAILED, f"load() returned {kind}, not a torch.nn.Module")
         names = [entry.name for entry in self.manifest.tensors]
-        tensors = loading.named_tensors(model, names)
+        tensors = verify.named_tensors(model, names)
         is_renamed = bool(job.files_manifest) and tensors.keys() != {*names}
         if is_renamed:
-            loading.check_places(tensors, load.device)
+            verify.check_places(tensors, load.device)
         else:
-            loading.check_structure(tensors, self.manifest, load.device, load.dtype)
+            verify.check_structure(tensors, self.manifest, load.device, load.dtype)
         marks.restart()
         start_ns = time.monotonic_ns()
         with marks.phase("touch"):
-            checksums = loading.touch(tensors)
+            checksums = verify.touch(tensors)
             end_ns = time.monotonic_ns()
         marks.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns)
         if job.rank is not None:
@@ -146,9 +146,9 @@ class Worker:
             }
         if is_renamed:
             known = [self.manifest, read_manifest(Path(job.files_manifest))]
-            loading.check_parameters(model, checksums, known, load.dtype)
+            verify.check_parameters(model, checksums, known, load.dtype)
         else:
-            loading.check_values(checksums, self.manifest, load.dtype)
+            verify.check_values(checksums, self.manifest, load.dtype)
         del tensors  # would keep the old buffers alive while a use converts the model
         inputs = self.inputs and self.inputs.to(load.device)
         start_ns, is_used = marks.clock_ns(), job.cell.use or (inputs and job.cell.passes)
@@ -163,6 +163,6 @@ class Worker:
         elif inputs:
             for _ in range(job.cell.passes):
                 with marks.phase(FORWARD):
-                    loading.check_forward(model, inputs)
+                    verify.check_forward(model, inputs)
         used_ns = marks.clock_ns() - start_ns if is_used else None
         marks.send("done", first_use_ns=used_ns, marks_ns=marks.spent_ns)

@@ -12,7 +12,8 @@ import torch
 from weighin.cell import FORK, SAVE, TO_DEVICE, TRAINING, Job
 from weighin.probes.process import read_rollup
 from weighin.stream.tensors import tensors_in
-from weighin.worker.loading import Inputs, import_strategy, named_tensors
+from weighin.worker.loading import Inputs, import_strategy
+from weighin.worker.verify import named_tensors
 
 CHILDREN: Final = 2
 
