@@ -12,11 +12,11 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     from weighin.models.pretrained import arguments_to_dequantise, pretrained_class
     from weighin.models.pretrained_diffusers import diffusers_class
     from weighin.stream.construct import without_weights
-    from weighin.stream.folders import MAX_SHARD_BYTES, file_name
     from weighin.stream.formats import files
     from weighin.stream.hugging_face_folder import from_pretrained_arguments
     from weighin.stream.load_pretrained import load_pretrained
     from weighin.stream.load_streaming import load_streaming
+    from weighin.stream.sharded_files import MAX_SHARD_BYTES, file_name
     from weighin.stream.tensors import assign, retie, share_missing, tied_names
     from weighin.worker.loading import Load, Save
 
@@ -30,7 +30,7 @@ _MODULES = {
     "weighin.models.pretrained": ["arguments_to_dequantise", "pretrained_class"],
     "weighin.models.pretrained_diffusers": ["diffusers_class"],
     "weighin.stream.construct": ["without_weights"],
-    "weighin.stream.folders": ["MAX_SHARD_BYTES", "file_name"],
+    "weighin.stream.sharded_files": ["MAX_SHARD_BYTES", "file_name"],
     "weighin.stream.formats": ["files"],
     "weighin.stream.load_pretrained": ["load_pretrained"],
     "weighin.stream.load_streaming": ["load_streaming"],

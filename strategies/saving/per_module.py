@@ -6,7 +6,7 @@ Expected peak: no copy of the weights.
 import torch
 
 from weighin.strategy import Save, file_name, tied_names
-from weighin.stream.folders import module_of
+from weighin.stream.sharded_files import module_of
 from weighin.stream.write import write_index
 
 FORMATS = ("per_module",)

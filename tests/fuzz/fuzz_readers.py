@@ -15,12 +15,20 @@ import atheris
 
 # Only what reads foreign bytes is worth guiding by: torch and the writers would drown it.
 with atheris.instrument_imports(include=["weighin.stream"]):
-    from weighin.stream import folders, foreign, formats, pickles, safetensors_files, torch_files
+    from weighin.stream import (
+        dcp_files,
+        foreign,
+        formats,
+        pickles,
+        safetensors_files,
+        sharded_files,
+        torch_files,
+    )
     from weighin.stream.slices import Slice
 
 from weighin.errors import CheckpointError
 
-MODULES = (torch_files, folders, foreign, safetensors_files, pickles)
+MODULES = (torch_files, sharded_files, dcp_files, foreign, safetensors_files, pickles)
 LONGEST = 16 * 1024
 MEMORY_BYTES = 200 * 1024**2
 

@@ -13,7 +13,7 @@ from fork_server import ForkServer
 
 from weighin.stream import formats
 
-SETUP: Final = "import torch; import weighin.checkpoint.convert, weighin.checkpoint.reader, weighin.stream.folders"
+SETUP: Final = "import torch; import weighin.checkpoint.convert, weighin.checkpoint.reader, weighin.stream.sharded_files"
 
 KILLED: Final = """
 import os, signal, sys

@@ -19,7 +19,7 @@ from snapshots import Compare, answered
 
 from weighin.stream import formats
 from weighin.stream import write as writing
-from weighin.stream.folders import SHARD_INDEXES, file_name, module_of
+from weighin.stream.sharded_files import SHARD_INDEXES, file_name, module_of
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import run_parallel, write
 

@@ -122,7 +122,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_memory_stays_far_below_the_largest_tensor_and_300_mib(
     large: Path, tmp_path: Path, fmt: str, torch_fork_server: ForkServer
 ) -> None:
-    setup = "from weighin.checkpoint import checksum, convert, reader, truth"
+    setup = "from weighin.checkpoint import checksum, convert, reader, generate"
     code = "convert.Conversion(*map(Path, sys.argv[1:3]), *sys.argv[3:], verify=True).write()"
     peak = torch_fork_server.peak_of(setup, code, large, tmp_path / "new", fmt, "bfloat16")
     assert peak < 130 * MIB

@@ -14,7 +14,7 @@ from state_files import assert_same, read_state
 from torch import nn
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import truth
+from weighin.checkpoint import generate
 from weighin.checkpoint.checksum import (
     PIECE_ELEMENTS,
     RunningChecksum,
@@ -62,7 +62,7 @@ def make(
     folder: Path, fmt: str = "pt", seed: int = 0, spec: ModelSpec = SPEC, **options: Any
 ) -> Manifest:
     folder.mkdir()
-    made = truth.make(spec, seed=seed, fmt=fmt, folder=folder, **options)
+    made = generate.make(spec, seed=seed, fmt=fmt, folder=folder, **options)
     assert read_manifest(folder / "manifest.json") == made
     return made
 
@@ -78,7 +78,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 
 def index(checkpoint: Path, folder: Path, fmt: str = "pt") -> Manifest:
     folder.mkdir(exist_ok=True)
-    return truth.index(SPEC, checkpoint=checkpoint, fmt=fmt, folder=folder)
+    return generate.index(SPEC, checkpoint=checkpoint, fmt=fmt, folder=folder)
 
 
 def test_the_model_loads_it_and_the_manifest_is_right(tmp_path: Path) -> None:
@@ -123,11 +123,11 @@ def test_values_are_the_same_for_ever_and_no_piece_is_one_again(
 
     def pieces(name: str, *shape: int) -> list[torch.Tensor]:
         meta = torch.empty(shape, device="meta")
-        return [piece.clone() for piece in truth.parameter_pieces(0, name, meta)]
+        return [piece.clone() for piece in generate.parameter_pieces(0, name, meta)]
 
     expected = torch.tensor([0.007854, -0.040794, 0.010506, -0.009473])
     torch.testing.assert_close(pieces("a.weight", 2, 2), [expected], atol=1e-6, rtol=0)
-    monkeypatch.setattr(truth, "PIECE_ELEMENTS", 32)
+    monkeypatch.setattr(generate, "PIECE_ELEMENTS", 32)
     found = pieces("w", 10, 10)
     assert [len(piece) for piece in found] == [32, 32, 32, 4]
     assert len({float(piece[0]) for piece in found}) == 4

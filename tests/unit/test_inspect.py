@@ -13,7 +13,7 @@ from typed_here import typed
 from weighin.checkpoint import inspect
 from weighin.checkpoint.inspect import expected
 from weighin.stream import formats
-from weighin.stream.folders import MAX_SHARD_BYTES
+from weighin.stream.sharded_files import MAX_SHARD_BYTES
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write as write_checkpoint
 from weighin.suite.registry import StrategyInfo, strategies

@@ -26,7 +26,7 @@ from torch import nn
 
 from weighin import load_streaming
 from weighin.cell import ModelSpec
-from weighin.checkpoint import inspect, truth
+from weighin.checkpoint import generate, inspect
 from weighin.errors import CheckpointError
 from weighin.stream import formats, pickles
 from weighin.stream.pretrained_library import WHOLE, Selection
@@ -85,7 +85,7 @@ def test_a_prefix_is_removed_as_torch_removes_it(path: Path, prefix: str) -> Non
 
 def test_an_error_about_flat_names_proposes_what_would_fit(path: Path, tmp_path: Path) -> None:
     def index() -> object:
-        return truth.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path)
+        return generate.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path)
 
     wrapped = {f"module._orig_mod.{name}": one for name, one in WEIGHTS.items()}
     torch.save(wrapped, path)
@@ -109,7 +109,7 @@ def test_an_indexed_selection_holds_the_plain_state_dict(path: Path, tmp_path: P
     value = {"model": names, "optimizer": optimizer.state_dict(), "args": {"flags": [True, None]}}
     torch.save(value | {"rng": torch.get_rng_state(), "steps": 2**40}, path)
     selection = Selection("model", "module.")
-    truth.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path, selection=selection)
+    generate.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path, selection=selection)
     nn.Linear(3, 2).load_state_dict(torch.load(tmp_path / "pt/model.pt", weights_only=True))
     found = inspect.inspect(path, selection)
     assert [one["name"] for one in found["tensors"]] == ["weight", "bias"]

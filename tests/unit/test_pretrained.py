@@ -26,7 +26,7 @@ from weighin import load_pretrained, load_streaming
 from weighin.checkpoint import cache
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.convert import Conversion
-from weighin.checkpoint.truth import index
+from weighin.checkpoint.generate import index
 from weighin.errors import CheckpointError, ConfigError
 from weighin.models import pretrained_timm
 from weighin.models.pretrained import from_config, pretrained_class, written_after_load
@@ -44,7 +44,7 @@ from weighin.stream.hugging_face_folder import (
 from weighin.stream.load_pretrained import own
 from weighin.stream.pretrained_library import DIFFUSERS, LIBRARIES, FolderChoice, library_in
 from weighin.suite import registry
-from weighin.worker.loading import WrongWeights, check_values
+from weighin.worker.verify import WrongWeights, check_values
 
 MOE = "Qwen3MoeForCausalLM"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}

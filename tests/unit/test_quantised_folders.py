@@ -37,7 +37,7 @@ from typed_here import typed
 from worker_jobs import checked_load
 
 from weighin import load_pretrained, load_streaming
-from weighin.checkpoint.truth import index
+from weighin.checkpoint.generate import index
 from weighin.models import pretrained
 from weighin.models.pretrained import arguments_to_dequantise, pretrained_class
 from weighin.plan.task import Planned
@@ -45,7 +45,7 @@ from weighin.predict.client import predict
 from weighin.stream import formats, quantised
 from weighin.stream.hugging_face_folder import read_folder
 from weighin.suite import registry
-from weighin.worker import loading
+from weighin.worker import verify
 
 Make = Callable[[str], Path]
 
@@ -283,7 +283,7 @@ def test_the_load_is_measured_and_verified(
     assert manifest.keys == f"quantised with {LAYOUTS[name].method}"
     checked_load(spec, checkpoint, manifest, dtype, strategy)
     wanted = pretrained_class(read_folder(folder).wanted).from_pretrained(folder, dtype=dtype)
-    sizes = {id(one): one.nbytes for one in loading.named_tensors(wanted).values()}
+    sizes = {id(one): one.nbytes for one in verify.named_tensors(wanted).values()}
     found, given = manifest.model_bytes(str(dtype)[6:]), sum(sizes.values())
     assert found == pytest.approx(given, rel=0.01)  # buffers have a dtype of their own
 

@@ -12,7 +12,7 @@ from model_differences import state_differences
 from worker_jobs import checked_load
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import truth
+from weighin.checkpoint import generate
 from weighin.checkpoint.manifest import Manifest
 from weighin.errors import CheckpointError, ConfigError
 from weighin.models.synthesised import from_table, from_tensors
@@ -140,7 +140,7 @@ def spec(request: pytest.FixtureRequest) -> ModelSpec:
 
 def made(spec: ModelSpec, folder: Path, fmt: str) -> Manifest:
     (folder / fmt).mkdir()
-    return truth.make(spec, seed=0, fmt=fmt, folder=folder / fmt)
+    return generate.make(spec, seed=0, fmt=fmt, folder=folder / fmt)
 
 
 def test_a_checkpoint_of_ones_own_is_verified_in_the_same_dtypes(
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_ones_own_is_verified_in_the_same_dtypes(
     own = formats.checkpoint_in(tmp_path / "pt", "pt")
     for fmt in ("pt", "safetensors"):
         (folder := tmp_path / f"own-{fmt}").mkdir()
-        found = truth.index(spec, checkpoint=own, fmt=fmt, folder=folder)
+        found = generate.index(spec, checkpoint=own, fmt=fmt, folder=folder)
         assert found.tensors == generated.tensors
     path = formats.checkpoint_in(tmp_path / "own-safetensors", "safetensors")
     tensors = checked_load(spec, path, generated, torch.bfloat16, "streaming")

@@ -13,7 +13,7 @@ from worker_jobs import checked_load
 
 from weighin import install
 from weighin.cell import ModelSpec
-from weighin.checkpoint import cache, truth
+from weighin.checkpoint import cache, generate
 from weighin.errors import ConfigError, FormatLimit
 from weighin.stream import formats
 from weighin.stream import write as writing
@@ -56,7 +56,7 @@ def test_the_strategy_loads_a_tied_model_with_the_right_values(
     tmp_path: Path, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     package()
-    made = truth.make(SPEC, seed=0, fmt="tensorizer", folder=tmp_path)
+    made = generate.make(SPEC, seed=0, fmt="tensorizer", folder=tmp_path)
     path = formats.checkpoint_in(tmp_path, "tensorizer")
     checked_load(SPEC, path, made, dtype, "tensorizer", **options)
     assert formats.detect(path) == "tensorizer"

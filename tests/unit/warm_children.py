@@ -17,7 +17,7 @@ from fork_server import ForkServer
 from weighin import child_process
 
 _PRELOADED: Final = (
-    "torch", "transformers.modeling_utils", "weighin.checkpoint.convert", "weighin.checkpoint.truth",
+    "torch", "transformers.modeling_utils", "weighin.checkpoint.convert", "weighin.checkpoint.generate",
 )  # fmt: skip
 """What most of the children import; a package that is not installed is left out."""
 

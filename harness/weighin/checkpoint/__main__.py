@@ -44,15 +44,15 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
             fields = request["conversion"]
             conversion = convert(fields, Conversion, dec_hook=lambda kind, text: kind(text))
             return conversion.write(permit)
-        from weighin.checkpoint import truth  # imports torch
+        from weighin.checkpoint import generate  # imports torch
 
         spec = ModelSpec(**request["model"])
         options = {"fmt": request["format"], "folder": Path(request["out"]), "permit": permit}
         if request["verb"] == "make":
-            truth.make(spec, seed=request["seed"], **options)
+            generate.make(spec, seed=request["seed"], **options)
         else:
             options |= {"dtype": request["dtype"], "selection": Selection(**request["selection"])}
-            truth.index(spec, checkpoint=Path(request["checkpoint"]), **options)
+            generate.index(spec, checkpoint=Path(request["checkpoint"]), **options)
     return {}
 
 

@@ -73,7 +73,7 @@ def ensure(
     """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it, or it was changed.
 
     A user's own ``checkpoint`` is compared with the model at its first use and after a change of the file,
-    the model or ``selection``, and is converted as ``truth.index`` tells. ``dtype`` is that of the loads.
+    the model or ``selection``, and is converted as ``generate.index`` tells. ``dtype`` is that of the loads.
     ``python_path`` lists the folders from which a user's builder is imported.
     """
     formats.known(fmt)

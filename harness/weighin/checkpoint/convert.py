@@ -22,9 +22,9 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
 from weighin.stream import formats, hugging_face_folder
 from weighin.stream import gguf_files as gguf
-from weighin.stream.folders import MAX_SHARD_BYTES
 from weighin.stream.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
 from weighin.stream.quantised import in_checkpoint
+from weighin.stream.sharded_files import MAX_SHARD_BYTES
 from weighin.stream.slices import Plans, Slice, check_converts
 from weighin.text import first_names, one_line, plain
 from weighin.units import GIB, format_bytes, format_seconds
@@ -175,7 +175,7 @@ class Conversion:
 
     def _loaded(self) -> "Source":
         """Return the tensors of the loaded model, by their names in its state dict."""
-        from weighin.checkpoint import truth
+        from weighin.checkpoint import generate
         from weighin.stream.load_pretrained import load_pretrained
 
         folder, choice = hugging_face_folder.folder_of(self.source), self.choice
@@ -203,10 +203,10 @@ class Conversion:
             strip_prefix=self.selection.strip_prefix,
             adapter=choice.adapter,
         )
-        described = truth.describe_model(model)
+        described = generate.describe_model(model)
         left_out = [name for name in model.state_dict() if name not in described]
         told = {"quantised": None, "left_out": left_out}
-        return truth.plans(described), lambda name: described[name].read(), 0, told
+        return generate.plans(described), lambda name: described[name].read(), 0, told
 
 
 def _verify(new: Path, tensors: Plans, sums: Mapping[str, Mapping[str, str]]) -> None:

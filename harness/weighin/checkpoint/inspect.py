@@ -11,11 +11,11 @@ from weighin.files import object_in
 from weighin.show.table import Column, Entry, Table
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
-from weighin.stream.folders import MAX_SHARD_BYTES, module_of
 from weighin.stream.foreign import remembering
 from weighin.stream.hugging_face_folder import CONFIG, adapter_note, is_pretrained
 from weighin.stream.pickles import type_name
 from weighin.stream.pretrained_library import WHOLE, Selection, library_in
+from weighin.stream.sharded_files import MAX_SHARD_BYTES, module_of
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, ties
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo

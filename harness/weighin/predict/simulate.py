@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from weighin.cell import TRAINING, Cell, ModelSpec, phase_of
-from weighin.checkpoint import reader, truth
+from weighin.checkpoint import generate, reader
 from weighin.checkpoint.checksum import CELL_DTYPES
 from weighin.checkpoint.manifest import Manifest
 from weighin.predict.allocators import CachingAllocator
@@ -34,8 +34,9 @@ from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.stream.tensors import named_tensors, tensors_in, tied_names
 from weighin.stream.write import write
 from weighin.units import MIB
-from weighin.worker.loading import Inputs, Load, identity, import_strategy, touch
+from weighin.worker.loading import Inputs, Load, import_strategy
 from weighin.worker.uses import Function
+from weighin.worker.verify import identity, touch
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
 _USE_BYTES: Final = 16 * MIB
@@ -65,7 +66,7 @@ def make_sparse(
     else:
         own = getattr(torch, own_dtype(model))
         kind = own if slices is None else reader.widest_dtype(slices)
-        tensors = truth.plans(truth.describe(model, kind))
+        tensors = generate.plans(generate.describe(model, kind))
     target = formats.checkpoint_in(folder, fmt)
     target.parent.mkdir(parents=True)
     write(fmt, target, tensors, None)
@@ -98,7 +99,7 @@ def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
     therefore make some large models impossible.
     """
     kind = getattr(torch, dtype)
-    described = truth.describe(model, kind)
+    described = generate.describe(model, kind)
     blank = dict.fromkeys(CELL_DTYPES, "0" * 16)
     entries = tuple(one.entry(blank) for one in described.values())
     path = folder / "manifest.json"
@@ -114,7 +115,7 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
         return  # the load of the cell alone tells
     ledger = Ledger(None, memory_of(read_status()))
     with suppress(CannotFollow), _intercepted(ledger, model):
-        truth.loaded(model, source, getattr(torch, own_dtype(model)))
+        generate.loaded(model, source, getattr(torch, own_dtype(model)))
 
 
 def run(

@@ -6,6 +6,7 @@ bytes, by which readers recognise their files, and the JSON of others.
 
 import errno
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -255,6 +256,18 @@ def broken_link(path: Path) -> CheckpointError | None:
         what = f"{what}: a file of {name} was removed from the cache of the Hub"
         repair = f"hf download {name}"
     return CheckpointError(what, repair)
+
+
+def file_of(index: Path, name: object, key: str, repair: str) -> Path:
+    """Return the file that an index names for a tensor; refuse a name that leads out of the folder."""
+    if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
+        what = f"the file that holds {shown(key)} lies outside the folder: {shown(name)}"
+        raise CheckpointError(f"{index}: {what}", repair)
+    file = index.parent / name
+    if not os.path.isfile(file):  # noqa: PTH113 (False for an impossible name)
+        what = f"the file {shown(name)}, which holds {shown(key)}, is missing"
+        raise broken_link(file) or CheckpointError(f"{index}: {what}", repair)
+    return file
 
 
 def hub_id(snapshot: Path) -> str:

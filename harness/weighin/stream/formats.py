@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.stream import folders, foreign, gguf_files, safetensors_files, torch_files, zero
+from weighin.stream import foreign, gguf_files, safetensors_files, sharded_files, torch_files, zero
 from weighin.stream.hugging_face_folder import find_weights, is_pretrained
 from weighin.stream.pretrained_library import WHOLE, Selection
 from weighin.stream.slices import Checkpoint, Slice
@@ -79,7 +79,7 @@ def _located(path: Path) -> tuple[str, Path]:
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _located(file)
     if path.is_dir():
-        name = folders.format_of(path) or zero.format_of(path)
+        name = sharded_files.format_of(path) or zero.format_of(path)
         if not name and gguf_files.matches(path):
             name = gguf_files.NAME
         if name:
@@ -95,7 +95,7 @@ def _located(path: Path) -> tuple[str, Path]:
         "pt_legacy": foreign.is_legacy(head),
         "safetensors": foreign.is_safetensors(head) or (head and path.suffix == ".safetensors"),
     }
-    name = next((name for name, fits in kinds.items() if fits), "") or folders.format_of(path)
+    name = next((name for name, fits in kinds.items() if fits), "") or sharded_files.format_of(path)
     if not name:
         raise foreign.unknown(path, foreign.check_present(path))
     return name, path
@@ -119,7 +119,7 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
     elif name == _TENSORIZER:
         raise foreign.unknown(path, foreign.check_present(path))
     else:
-        found = folders.read(path, name, key)
+        found = sharded_files.read(path, name, key)
     found.format = name
     if key:
         inside = found.without(f"{key}.", only=True)
@@ -157,6 +157,6 @@ def refuse_empty(path: Path, slices: Sequence[Slice]) -> None:
 def files(path: Path) -> list[Path]:
     """Return every file that a load may read, in a stable order; raise as ``read`` does."""
     name, path = _located(path)
-    if name in folders.INDEX_FIELDS:  # which may be 20,000 files
-        return [path / folders.INDEX_NAME, *sorted(path.glob("*.pt"))]
+    if name in sharded_files.INDEX_FIELDS:  # which may be 20,000 files
+        return [path / sharded_files.INDEX_NAME, *sorted(path.glob("*.pt"))]
     return [path] if name in (*PICKLED, _TENSORIZER) else [*read(path).files]

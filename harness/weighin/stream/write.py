@@ -22,9 +22,10 @@ import torch
 
 from weighin.errors import ConfigError, FormatLimit, extra
 from weighin.files import sync, write_bytes, write_text
-from weighin.stream import folders
-from weighin.stream.folders import DCP_INDEX, INDEX_FIELDS, INDEX_NAME, INDEX_VERSION, file_name
+from weighin.stream import sharded_files
+from weighin.stream.dcp_files import INDEX as DCP_INDEX
 from weighin.stream.safetensors_files import DTYPES, FORMAT, METADATA, PACKED
+from weighin.stream.sharded_files import INDEX_FIELDS, INDEX_NAME, INDEX_VERSION, file_name
 from weighin.stream.slices import Pieces, Plans, TensorPlan, dtype_name
 from weighin.text import shown
 
@@ -43,7 +44,7 @@ def write(
     tensors: Plans,
     pieces: Pieces | None,
     *,
-    max_shard_bytes: int = folders.MAX_SHARD_BYTES,
+    max_shard_bytes: int = sharded_files.MAX_SHARD_BYTES,
 ) -> None:
     """Write a checkpoint in the format ``fmt`` to ``target``, a path that does not exist yet.
 
@@ -200,7 +201,7 @@ def _write_folder(
     """Write the files of a folder, all names of a tied tensor into one file, and last the index."""
     names = [plan.name for plan in tensors]
     shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
-    is_sharded = fmt in folders.SHARD_INDEXES
+    is_sharded = fmt in sharded_files.SHARD_INDEXES
     homes = _shards(fmt, tensors, max_shard_bytes) if is_sharded else _homes(fmt, names, shared)
     files: dict[str, list[TensorPlan]] = {}
     for plan in tensors:
@@ -225,12 +226,14 @@ def _write_folder(
     total = {"total_size": sum(plan.nbytes for plan in _stored(tensors))}
     sync(target)
     text = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
-    write_text(target / folders.SHARD_INDEXES[fmt][0], f"{text}\n")
+    write_text(target / sharded_files.SHARD_INDEXES[fmt][0], f"{text}\n")
 
 
 def _shards(fmt: str, tensors: Plans, max_shard_bytes: int) -> dict[str, str]:
     """Return the name of each tensor's shard."""
-    stem, _, suffix = folders.SHARD_INDEXES[fmt][0].removesuffix(".index.json").rpartition(".")
+    stem, _, suffix = (
+        sharded_files.SHARD_INDEXES[fmt][0].removesuffix(".index.json").rpartition(".")
+    )
     numbers: dict[str, int] = {}
     count, filled = 1, 0
     for plan in tensors:
@@ -246,7 +249,7 @@ def _shards(fmt: str, tensors: Plans, max_shard_bytes: int) -> dict[str, str]:
 
 def _homes(fmt: str, keys: Iterable[str], shared: Mapping[str, str]) -> dict[str, str]:
     """Return the name of each key's file in a folder of files for each key or module."""
-    part_of: Callable[[str], str] = folders.module_of if fmt == "per_module" else str
+    part_of: Callable[[str], str] = sharded_files.module_of if fmt == "per_module" else str
     return {key: file_name(part_of(shared.get(key, key))) for key in keys}
 
 
