@@ -9,6 +9,7 @@ is none. ``make publish ARGS=--status`` measures and writes nothing. ::
 """
 
 import argparse
+import ast
 import json
 import os
 import shlex
@@ -142,8 +143,27 @@ def since(root: Path, commit: str, run: Run, *more: str) -> str:
     )
     if done.returncode:
         return f"cannot tell: git does not know commit {commit[:10]}"
-    changed = [Path(name).name for name in done.stdout.split()]
+    names = done.stdout.split()
+    changed = [Path(n).name for n in names if _code(root, n) != _code(root, n, commit)]
     return f"OLDER than {CURRENT} ({few(changed)} changed)" if changed else CURRENT
+
+
+def _code(root: Path, name: str, commit: str = "") -> str:
+    """Return a file as it lies there, or as of a commit; of Python, without comments and docstrings."""
+    shown = (
+        ["git", "-C", str(root), "show", f"{commit}:{name}"]
+        if commit
+        else ["cat", f"{root}/{name}"]
+    )
+    text: str = subprocess.run(shown, capture_output=True, text=True, check=False).stdout
+    if not name.endswith(".py"):
+        return text
+    for node in ast.walk(tree := ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            node.body.pop(0)
+    return ast.dump(tree)
 
 
 def measurable(runs: Sequence[Run], no_gpu: str) -> tuple[list[Run], list[str]]:

@@ -175,6 +175,29 @@ def test_a_whole_run_takes_the_place_of_the_published_one(tmp_path: Path) -> Non
     assert "streaming: ok" in picture and "no samples" not in picture
 
 
+def test_a_run_is_older_than_other_code_and_not_than_other_comments(tmp_path: Path) -> None:
+    (file := tmp_path / "harness/weighin/stream/x.py").parent.mkdir(parents=True)
+    git(tmp_path, "init", "-q")
+
+    def state(text: str) -> str:
+        file.write_text(text)
+        return publish.since(tmp_path, first, publish.Run("x", ("bench",), ()))
+
+    file.write_text('def f() -> int:\n    """One."""\n    return 1\n')
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "x")
+    first = git(tmp_path, "rev-parse", "HEAD").strip()
+    assert (
+        state('def f() -> int:\n    """The one."""\n    # as before\n    return 1\n')
+        == publish.CURRENT
+    )
+    assert "(x.py changed)" in state("def f() -> int:\n    return 2\n")
+    (file.parent / "y.py").write_text("")
+    git(tmp_path, "add", ".")
+    file.unlink()
+    assert "OLDER" in publish.since(tmp_path, first, publish.Run("x", ("bench",), ()))
+
+
 def test_git_keeps_no_more_of_a_published_run_than_is_said() -> None:
     shown = "".join((ROOT / page).read_text() for page in PAGES)
     files = [Path(name) for name in git(ROOT, "ls-files", "results/published").splitlines()]
