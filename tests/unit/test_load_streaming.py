@@ -331,12 +331,22 @@ def test_a_module_gets_the_extra_state_as_from_torch(
         assert model["inner"].extra["b"][0] is model["inner"].extra["a"]
 
 
+strip = nn.modules.utils.consume_prefix_in_state_dict_if_present
+
+
 def stripping() -> Stateful:
     """Return a model with a hook that takes the prefix away."""
-    model, strip = Stateful(), nn.modules.utils.consume_prefix_in_state_dict_if_present
-    untyped: Any = model
+    untyped: Any = (model := Stateful())
     untyped.register_load_state_dict_pre_hook(lambda _, state, *__: strip(state, "wrapped."))
     return model
+
+
+class Stripping(Stateful):
+    """A module that takes the prefix away itself."""
+
+    def _load_from_state_dict(self, state: Any, *rest: Any) -> None:
+        strip(state, "wrapped.")
+        super()._load_from_state_dict(state, *rest)
 
 
 @pytest.mark.parametrize(
@@ -348,6 +358,7 @@ def stripping() -> Stateful:
             for extra in ("", "wrapped.")
         ),
         (stripping, "", "wrapped."),
+        (Stripping, "", "wrapped."),
     ],
 )
 def test_an_extra_state_is_found_without_its_prefix(

@@ -262,8 +262,12 @@ def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) ->
         for path, module in model.named_modules(remove_duplicate=False)
         if type(module).set_extra_state is not nn.Module.set_extra_state
     }
-    if any(module._load_state_dict_pre_hooks for module in model.modules()):
-        # A hook may take a prefix away, so that a module takes the rest of the name.
+    own = nn.Module._load_from_state_dict
+    # What is run before the names are compared may take a prefix away: a module then takes the rest of a name.
+    if any(
+        m._load_state_dict_pre_hooks or type(m)._load_from_state_dict is not own
+        for m in model.modules()
+    ):
         takers |= {name for name in stored if any(name.endswith(f".{one}") for one in takers)}
     found: dict[str, Any] = {
         name: None for name in stored if name in takers or not is_extra_state(name)
