@@ -242,7 +242,7 @@ LAYOUTS: Final = [
     Layout(
         "weights that config.json names, and that are missing", GROUP,
         folder_of(llama, config(transformers_weights="other.safetensors")),
-        refused("'transformers_weights' in config.json names are missing"),
+        refused("'transformers_weights' in config.json names 'other.safetensors', which is not"),
     ),
     Layout(
         "sentence-transformers", GROUP, _sentence_transformers, options={"model_class": "BertModel"},

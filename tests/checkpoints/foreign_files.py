@@ -178,11 +178,11 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
     ),
     "an unknown kind of file": (
         _bytes("model.bin", bytes(range(200, 256)) * 20),
-        r"of a kind that weighin does not know; .* c8 c9 ca cb cc cd ce cf\nsave the weights with torch",
+        r"weighin does not know this kind of file; .* c8 c9 ca cb cc cd ce cf\nload it with the program",
     ),
     "an unknown file that is called model.safetensors": (
         _bytes("model.safetensors", bytes(range(200, 256)) * 20),
-        r"of a kind that weighin does not know; .* c8 c9 ca cb cc cd ce cf\nsave the weights with torch",
+        r"weighin does not know this kind of file; .* c8 c9 ca cb cc cd ce cf\nload it with the program",
     ),
     "a text in place of the file": (
         _bytes("model.pt", b"Entry not found"),

@@ -302,7 +302,7 @@ LAYOUTS: Final = [
     _layout("GGUF with a part missing", _a_part_missing, refused("m-00002-of-00003.gguf is missing")),
     _layout("GGUF under the suffix .bin", _file("Q8_0", "model.bin"), _SKIPPED | _LOAD),
     _layout("GGUF that was cut off", _changed("Q8_0", lambda whole: whole[:-1000]), refused("truncated: .* ends at byte")),
-    _layout("GGUF of a type that ggml gave up", _changed("Q4_0", _of_type_31), refused("type 31 of ggml, which weighin does not know")),
+    _layout("GGUF of a type that ggml gave up", _changed("Q4_0", _of_type_31), refused("ggml's type 31, which weighin does not know")),
     _layout("GGUF of intermediate results (Q8_K)", _file("Q8_K", **WIDE), refused(
         "has the type Q8_K; the package gguf does not dequantise", all_but("inspect", "load")
     ) | _LOAD),

@@ -111,7 +111,7 @@ def _of_torch(name: str, begin: int) -> Maker:
 
 _OF_TORCH: Final = (
     r"a shard of torch's distributed checkpoint \(DCP_SHARDING_INFO in its header\), which may hold only one"
-    r" rank's part of each tensor\njoin the shards of all ranks: consolidate_safetensors_files\("
+    r" rank's part of each tensor\njoin all ranks' shards by consolidate_safetensors_files\("
 )
 _READ: Final[dict[str, Maker]] = {
     "DeepSpeed ZeRO 1, 3 ranks": _zero(1, 3),
@@ -145,7 +145,7 @@ _REFUSED: Final[dict[str, tuple[Maker, str]]] = {
     "DeepSpeed, expert parallelism": (
         _zero(2, 2, _has("layer_0_expert_1_mp_rank_00_model_states.pt")), r"expert parallelism[\s\S]*save the experts of all ranks",
     ),
-    "a run whose newest step is missing": (_no_step, r"latest names the step global_step20, which is not here\s*copy that folder"),
+    "a run whose newest step is missing": (_no_step, r"latest names the step global_step20, which this folder lacks\s*copy the folder"),
     "Megatron-LM, one rank": (_megatron(1), r"tools/checkpoint/convert\.py[\s\S]*mp_rank_00/model_optim_rng\.pt\s+--key\s+model"),
     "Megatron-LM, two tensor-parallel ranks": (_megatron(2), r"mp_rank_00, mp_rank_01[\s\S]*tools/checkpoint/convert\.py"),
 }  # fmt: skip

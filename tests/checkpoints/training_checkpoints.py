@@ -196,7 +196,7 @@ LAYOUTS: Final = [
     Layout("a state dict of NumPy arrays", GROUP, _arrays, refused(r"'embed\.weight' is a NumPy array, not a tensor\n.*torch\.from_numpy")),
     Layout(
         "model states of ZeRO-3", GROUP, _zero_3,
-        refused(r"all tensors are empty: ZeRO-3 keeps the weights in \*_optim_states\.pt\n.*the folder"),
+        refused(r"all tensors are empty, because ZeRO-3 keeps the weights in \*_optim_states\.pt\n.*the folder"),
     ),
     Layout("empty tensors", GROUP, saved(_empty), refused("all tensors have 0 elements.*\n.*gather", all_but("load"))),
     Layout("a slice of a large storage", GROUP, saved(_slice), NO_FOLDER),

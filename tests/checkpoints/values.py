@@ -137,7 +137,7 @@ def _sharded_tensor() -> object:
 _PLAIN: Final = "weighin reads plain tensors\n"
 _NOT_READ: Final[dict[str, tuple[Maker, str]]] = {
     "six-bit numbers of safetensors (F6_E2M3)": (
-        _six_bits, r"'F6_E2M3'; torch does not have this dtype\nwith the program that wrote the file, convert the tensor",
+        _six_bits, r"'F6_E2M3'; torch does not have this dtype\nload it with the program that wrote it, convert the tensor",
     ),
     "a quantised tensor (qint8) beside plain ones": (_beside(_codes), rf"tensor of torch.qint8; {_PLAIN}.*dequantize"),
     "a tensor quantised by channel (quint8)": (_odd(_by_channel), rf"tensor of torch.quint8; {_PLAIN}.*dequantize"),
@@ -154,7 +154,7 @@ _NOT_READ: Final[dict[str, tuple[Maker, str]]] = {
 }  # fmt: skip
 
 _NOT_MEASURED: Final = refused(
-    r"torch.float4_e2m1fn_x2; torch can neither copy nor convert a tensor of this dtype\nits loads cannot be measured",
+    r"torch.float4_e2m1fn_x2; torch can neither copy nor convert a tensor of this dtype\nweighin cannot measure its load",
     all_but("inspect", "convert", "load"),
 )
 
@@ -166,7 +166,7 @@ LAYOUTS: Final = [
     Layout("complex numbers in safetensors (C64)", GROUP, saved(_complex64, WEIGHTS), NO_FOLDER),
     Layout(
         "three dtypes of complex numbers", GROUP, saved(_COMPLEX),
-        NO_FOLDER | {"convert": "safetensors has no dtype torch.complex32\n.*--format pt"},
+        NO_FOLDER | {"convert": "safetensors cannot store torch.complex32\n.*--format pt"},
     ),
     Layout("pairs of 4-bit floats in safetensors (F4)", GROUP, saved(_float4, WEIGHTS), _NOT_MEASURED),
     Layout("pairs of 4-bit floats in torch.save", GROUP, saved(_float4), _NOT_MEASURED),

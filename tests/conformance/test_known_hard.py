@@ -47,5 +47,5 @@ def test_a_lazy_model_without_one_of_its_keys_is_refused(disk: Path) -> None:
     state = model.state_dict()
     del state["running_mean"]
     torch.save(state, disk / "part.pt")
-    with pytest.raises(CheckpointError, match=r"1 missing \(running_mean\)"):
+    with pytest.raises(CheckpointError, match=r"1 key missing \(running_mean\)"):
         load_streaming(torch.nn.LazyBatchNorm1d(), disk / "part.pt")

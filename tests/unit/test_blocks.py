@@ -277,16 +277,16 @@ def no_list(chunks: object) -> Harm:
 
 
 UNTILED: dict[str, tuple[Harm, str]] = {
-    "gone": (last_block(), "the parts of 'b' leave a gap in (10, 7)"),
+    "gone": (last_block(), "the parts of 'b' do not fill (10, 7)"),
     "above": (last_block((4, 3)), "the parts of 'b' at (0, 0) and (4, 3) overlap"),
     "left": (last_block((5, 2)), "the parts of 'b' at (5, 0) and (5, 2) overlap"),
     "right": (last_block((5, 4)), "the part of 'b' at (5, 4) is outside the shape (10, 7)"),
-    "narrow": (last_block((5, 3), (5, 3)), "the parts of 'b' leave a gap in (10, 7)"),
+    "narrow": (last_block((5, 3), (5, 3)), "the parts of 'b' do not fill (10, 7)"),
     "flat": (last_block((5,), (20,)), "the part of 'b' at (5,) is outside the shape (10, 7)"),
     "far away": (last_block((2**62, 3)), "is outside the shape (10, 7)"),
-    "negative": (last_block((-1, 3)), "'b' is not described as a tensor"),
+    "negative": (last_block((-1, 3)), "'b' is not a tensor there"),
     **{
-        f"no list: {one}": (no_list(one), "the parts of 'b' leave a gap") for one in (5, True, None)
+        f"no list: {one}": (no_list(one), "the parts of 'b' do not fill") for one in (5, True, None)
     },
 }
 

@@ -220,7 +220,7 @@ def test_a_version_that_is_too_deep_to_print_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pth"
     magic, deep = legacy(b"").partition(b"\x80\x02M")[0], b"]" * 100_000 + b"a" * 99_999
     path.write_bytes(magic + pickled(deep) + pickle.dumps({}, 2))
-    with pytest.raises(CheckpointError, match="of another version than 1001"):
+    with pytest.raises(CheckpointError, match="another version than 1001"):
         formats.read(path)
 
 
@@ -248,10 +248,10 @@ def listed(kind: int, length: int) -> bytes:
 
 HUGE = struct.pack("<QsIQQQIQ", 1, b"w", 3, 0, 2**40, 2**40, 0, 0) + bytes(64)
 GGUF = {
-    "a million texts": (gguf(0, 1, listed(8, 1_000_001) + bytes(8 * 1_000_001)), "too many values in its metadata"),
-    "a million lists": (gguf(0, 1, listed(9, 1_000_001) + bytes(8 * 1_000_001)), "an unknown type: 9"),
-    "16,000 keys": (gguf(0, 16_000, 16_000 * (listed(0, 64) + bytes(64))), "too many values in its metadata"),
-    "an impossible shape": (gguf(1, 0, HUGE), "which torch cannot represent"),
+    "a million texts": (gguf(0, 1, listed(8, 1_000_001) + bytes(8 * 1_000_001)), "tensors and metadata values in one file"),
+    "a million lists": (gguf(0, 1, listed(9, 1_000_001) + bytes(8 * 1_000_001)), "has the unknown type 9"),
+    "16,000 keys": (gguf(0, 16_000, 16_000 * (listed(0, 64) + bytes(64))), "tensors and metadata values in one file"),
+    "an impossible shape": (gguf(1, 0, HUGE), "cannot have the shape"),
 }  # fmt: skip
 
 

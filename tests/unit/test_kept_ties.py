@@ -111,7 +111,7 @@ def test_ties_are_those_of_from_pretrained(tmp_path: Path, kind: str, number: in
     dtype = draw.choice((torch.float32, torch.bfloat16, torch.float16))
     wanted, info = chosen.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
-        with pytest.raises(CheckpointError, match="has no values for"):
+        with pytest.raises(CheckpointError, match="lacks weights of"):
             load_pretrained(tmp_path, dtype=dtype)
         return
     found = load_pretrained(tmp_path, dtype=dtype)

@@ -100,7 +100,7 @@ def test_an_error_about_flat_names_proposes_what_would_fit(path: Path, tmp_path:
         "select the weights: --key ema; in load_streaming: key='ema'; in a suite: key: ema"
     )
     torch.save({"module.other": torch.ones(1)}, path)
-    assert complaint(index).repair.startswith("choose the model")
+    assert complaint(index).repair.startswith("choose the checkpoint's own model")
 
 
 def test_an_indexed_selection_holds_the_plain_state_dict(path: Path, tmp_path: Path) -> None:

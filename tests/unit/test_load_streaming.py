@@ -66,7 +66,7 @@ def test_every_layout_gives_the_right_model(fmt: str, tmp_path: Path) -> None:
 def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     (model := seeded()).get_submodule("rotary").to("meta")
     assert refused(load_streaming, model, path := saved(tmp_path)) == (
-        f"{path}: not loaded, because the model has rotary.cos, rotary.sin on the meta device\n"
+        f"{path}: not loaded: tensors of the model are on the meta device: rotary.cos, rotary.sin\n"
         "pass load_streaming a function that builds the model on the CPU, not on the meta device"
     )
 
@@ -75,9 +75,9 @@ def test_another_models_checkpoint_is_refused_before_anything_is_filled(tmp_path
     torch.save({"weight": torch.ones(3, 3), "extra": torch.ones(1)}, path := tmp_path / "other.pt")
     before = (model := nn.Linear(2, 3)).weight.clone()
     assert refused(load_streaming, model, path) == (
-        f"{path}: does not fit this model, keys: 1 missing (bias); 1 unexpected (extra); "
-        "1 of another shape (weight)\n"
-        "choose the model that this checkpoint was saved from, or correct its arguments"
+        f"{path}: does not fit this model: 1 key missing (bias); 1 key unexpected (extra); "
+        "1 key of another shape (weight)\n"
+        "choose the checkpoint's own model, or correct the arguments of the model"
     )
     assert torch.equal(model.weight, before)
 
@@ -383,7 +383,7 @@ def test_what_cannot_be_an_extra_state_is_refused_by_its_name(tmp_path: Path) ->
     )
     torch.save({"model": {**nn.Linear(2, 1).state_dict(), "decay": np.float64(0.9)}}, path)
     said = refused(load_streaming, nn.Linear(2, 1), path, key="model")
-    assert "does not fit this model, keys: 1 unexpected (decay)" in said
+    assert "does not fit this model: 1 key unexpected (decay)" in said
 
 
 def test_a_model_without_extra_states_gets_a_warning(
@@ -394,7 +394,7 @@ def test_a_model_without_extra_states_gets_a_warning(
     with caplog.at_level(logging.WARNING):
         loaded: Any = load_streaming(lambda: nn.Linear(2, 1), path)
     assert torch.equal(loaded.weight, model.weight)
-    assert caplog.messages == ["no module of this model takes the extra state of _extra_state"]
+    assert caplog.messages == ["no module of this model takes these extra states: _extra_state"]
 
 
 # What the code of a module sees: the calls that torch makes for the same file

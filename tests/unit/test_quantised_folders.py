@@ -343,7 +343,7 @@ def test_an_adapter_is_refused_if_from_pretrained_adds_it_else_named(
     if peft:
         said = refused(load_pretrained, tmp_path)
         assert "peft is installed here" in said
-        assert said.endswith(f"for the model alone: mv {file} {file}.off")
+        assert said.endswith(f"for the model alone, set it aside: mv {file} {file}.off")
         assert "peft is installed here" in run("predict", tmp_path)[1]
         return
     note = f"{file} lies beside the model: from_pretrained adds this adapter if"

@@ -80,9 +80,9 @@ def test_the_ties_of_save_model_are_read_and_load_model_reads_ours(tmp_path: Pat
 
 
 UNFIT = {
-    "tensor 'w': safetensors has no dtype torch.complex128": TensorPlan("w", (1,), torch.complex128),
-    "a tensor has the name '__metadata__', which is reserved in the header": TensorPlan("__metadata__", (1,), torch.float32),
-    "a tensor has the name 'format', which is reserved in the header": TensorPlan("format", (1,), torch.float32, "w"),
+    "tensor 'w': safetensors cannot store torch.complex128": TensorPlan("w", (1,), torch.complex128),
+    "a tensor is called '__metadata__', a name that safetensors reserves": TensorPlan("__metadata__", (1,), torch.float32),
+    "a tensor is called 'format', a name that safetensors reserves": TensorPlan("format", (1,), torch.float32, "w"),
 }  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_a_damaged_header_or_length_is_named_with_its_place(tmp_path: Path, same
 )
 def test_a_header_of_endless_entries_is_given_up(tmp_path: Path, header: str) -> None:
     path = written(tmp_path / "model.safetensors", header, 0)
-    said = "its header lists more than weighin reads in one"
+    said = "its header lists more tensors or metadata than weighin reads in one"
     assert said in complaint(safetensors_files.read, path).message
 
 

@@ -50,7 +50,7 @@ def test_without_the_package_the_parts_and_the_package_are_named(
 def test_an_option_for_one_part_is_refused(whole: Path) -> None:
     message, repair = refused(load_pretrained, whole, variant="fp16").split("\n")
     assert "of several parts, for which load_pretrained has no variant" in message
-    assert "such as one of its parts" in repair
+    assert "leave out variant, or give the folder of one part" in repair
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -125,7 +125,7 @@ def test_a_buffer_that_is_computed_from_a_parameter_is_given_back_or_named() -> 
     model.copy = torch.empty(3)
     reset_buffers(model, FromParameters, {}, CPU, torch.float32)
     assert torch.equal(model.copy, torch.ones(3))
-    said = "cannot reset buffer 'copy': the model of builder weighin.models.tied:tied has no such buffer"
+    said = "cannot reset buffer 'copy': a new model from weighin.models.tied:tied has no buffer of this name"
     assert refused(reset_buffers, model, tied, TIED, CPU, torch.float32).startswith(said)
 
 

@@ -14,7 +14,7 @@ from harms import complaint, legacy
 from snapshots import Compare, answered
 from state_files import write_state
 
-from weighin.stream import pickles, torch_files
+from weighin.stream import foreign, pickles, torch_files
 
 torch.manual_seed(0)
 EMBEDDING = torch.randn(100, 7)
@@ -181,7 +181,7 @@ def test_two_records_with_one_name_for_torch_are_refused(path: Path, name: str) 
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(name, b"other")
     assert message_of(path) == (
-        f"damaged: record {name!r} and record 'model/data/0' have one name for torch.load"
+        f"damaged: torch.load cannot tell record {name!r} from record 'model/data/0'"
     )
     reader = torch._C.PyTorchFileReader(str(path))
     assert reader.get_record("data/0") == reader.get_record("DATA/0")
@@ -200,6 +200,14 @@ def test_a_storage_of_another_length_than_its_record_is_refused_as_by_torch(
 def test_an_archive_of_a_big_endian_machine_is_refused(path: Path) -> None:
     other = rewritten(path, {"model/byteorder": lambda _: b"big"})
     assert message_of(other).startswith("written on a big-endian machine")
+
+
+def test_an_error_without_a_number_of_the_kernel_is_told_in_its_own_words(path: Path) -> None:
+    with pytest.raises(OSError, match="begins before the file") as raised:
+        torch_files._Window(path, -1, 0, 10).seek(-11, io.SEEK_END)
+    assert (
+        foreign.unreadable(path, raised.value).message == f"{path}: cannot be read: {raised.value}"
+    )
 
 
 def test_one_of_more_than_4_gib_is_read_at_once(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def from_another(step: Path, model: Model, *, is_other_stage: bool = False) -> N
 
 
 TWO_RUNS = "two runs wrote their files into this folder:"
-NOT_FLAT = ".0' is not a flat tensor of the others' dtype"
+NOT_FLAT = ".0' is not flat, or of another dtype"
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another run's rank": (lambda step: copied(step, share(2)), f"{TWO_RUNS} {share(2)}\n"),
     "two runs in a folder": (lambda step: copied(step, share(1)[5:]), f"{TWO_RUNS} {share(1)}, {share(1)[5:]}\n"),
@@ -140,11 +140,11 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no model states": (lambda step: list(map(Path.unlink, step.glob("*_model_states.pt"))), "files of some ranks are missing: "),
     "tensor parallelism of ZeRO 3": (lambda step: empty(step, "zero_pp_rank_0_mp_rank_01_optim_states.pt"), "(tensor parallelism), and the files do not say along which dimension: zero_pp_rank_0"),
     "experts' optimizer": (lambda step: empty(step, "expp_rank_0_mp_rank_00_optim_states.pt"), "(expert parallelism): expp_rank_0"),
-    "an impossible number of ranks": (lambda step: change_share(step, 0, lambda _: 0, "partition_count"), f"{share(0)}: the number of ranks is impossible"),
+    "an impossible number of ranks": (lambda step: change_share(step, 0, lambda _: 0, "partition_count"), f"{share(0)}: names an impossible number of ranks"),
     "a partition of two dimensions": (lambda step: change_share(step, 1, lambda flat: flat.view(1, -1)), NOT_FLAT),
     "a partition of another dtype": (lambda step: change_share(step, 1, lambda flat: flat.double()), NOT_FLAT),
     "other optimizer states": (lambda step: empty(step, share(1)), f"{share(1)}: holds no optimizer states of DeepSpeed"),
-    "a rank of another stage": (lambda step: from_another(step, small_model(), is_other_stage=True), "the ranks saved with different stages or groups of ZeRO"),
+    "a rank of another stage": (lambda step: from_another(step, small_model(), is_other_stage=True), "the ranks' files have different stages or parameter groups of ZeRO"),
     "partitions of another model": (lambda step: from_another(step, larger_model()), "elements, but the shapes in "),
 }  # fmt: skip
 
@@ -168,7 +168,7 @@ def test_a_weight_without_values_is_refused(tmp_path: Path, model: Model) -> Non
     states["module"]["outside.weight"] = torch.empty(0)
     torch.save(states, file)
     said = refusal(step)
-    assert "no file has the values of 'outside.weight'" in said
+    assert "no file has values for the weight 'outside.weight'" in said
     assert "engine.save_16bit_model(FOLDER)" in said
 
 
@@ -181,12 +181,12 @@ def test_a_universal_checkpoint_needs_every_weight_and_its_shape(
         file = step / (f"zero_pp_rank_0_{FIRST}" if stage == 3 else FIRST)
         torch.save(torch.load(file, weights_only=False) | {"module": None}, file)
     shutil.move(step / "zero" / "cube", tmp_path)
-    assert "no file has the values of 'cube'\ncopy the whole folder again" in refusal(step)
+    assert "no file has values for the weight 'cube'\ncopy the whole folder again" in refusal(step)
     shutil.move(tmp_path / "cube", step / "zero")
     for file in step.glob("*_model_states.pt"):
         file.unlink()
     if stage == 3:
-        needs = "a flat tensor of 105 elements, whose shape is in no *_model_states.pt"
+        needs = "a flat tensor of 105 elements, but no *_model_states.pt has its shape"
         assert needs in refusal(step)
     else:
         found, wanted = read_state(step), model.trained

@@ -163,7 +163,7 @@ class Reader:
 
 
 class Readers(NamedTuple):
-    """The threads that read, each one's buffer, and whether the disk is late: for small reads."""
+    """How many threads read, the bytes of each one's buffer, and whether the disk is slow to answer."""
 
     threads: int
     piece_bytes: int = PIECE_BYTES
@@ -171,7 +171,7 @@ class Readers(NamedTuple):
 
 
 def choose(small_ns: int, sample_ns: int) -> Readers:
-    """Return how to read a disk that answers a read of 4 KiB and one of 128 KiB in these times.
+    """Return how to read a disk that took these times for a read of 4 KiB and one of 128 KiB.
 
     A local disk is fastest with few, large reads. Storage behind a network takes milliseconds, and FUSE
     divides a read into requests of 128 KiB: up to 64 threads must make small reads at the same time.
@@ -187,14 +187,14 @@ def choose(small_ns: int, sample_ns: int) -> Readers:
 
 
 class Disk:
-    """How one load reads its disk; ``threads`` of None lets the disk's latency choose their number."""
+    """How one load reads its disk. If ``threads`` is None, the disk's latency decides how many there are."""
 
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
         self._readers: Readers | None = None
 
     def readers(self, reader: Reader, file: Path, offset: int, size: int) -> Readers:
-        """Return how to read an uncached file; the first large one shows the disk's latency."""
+        """Return how to read an uncached file. The disk's latency is measured on the first large file."""
         if self._readers is None:
             if self.threads == 1 or size < _SAMPLE_BYTES:
                 return Readers(self.threads or DISK_THREADS)
@@ -240,19 +240,19 @@ def mapped(where: Slice, maps: dict[Path, mmap.mmap] | None = None) -> torch.Ten
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
-    """Return a flat uninitialised tensor, on the CPU as ``allocate_all`` does."""
+    """Return a flat uninitialised tensor; one on the CPU comes from ``allocate_all``."""
     if device.type == "cpu":
         return allocate_all([(numel, dtype, offset)])[0]
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 def allocate_all(tensors: Sequence[tuple[int, torch.dtype, int]]) -> list[torch.Tensor]:
-    """Return flat uninitialised CPU tensors, in huge pages if all of them together have 2 MiB.
+    """Return flat uninitialised CPU tensors, in huge pages if they take 2 MiB or more together.
 
-    Of each ``tensors`` has the number of elements, the dtype, and the offset in its file: a large one begins
-    at the same place in a page, rounded down to ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
-    Without huge pages, page faults would take most of the time of a load from the page cache. Each tensor
-    has its own storage, for ``torch.save``; when it is freed, so are the pages that hold it alone.
+    An item of ``tensors`` is a number of elements, a dtype, and the tensor's offset in its file. A large
+    tensor gets the same offset within a page as in the file (rounded down to ``TENSOR_ALIGNMENT``), so that
+    direct reads need no buffer. Without huge pages, page faults would take most of the time of a load from
+    the page cache. Each tensor has its own storage, as ``torch.save`` needs, and frees its own pages.
     """
     starts, end = [], 0
     for numel, dtype, offset in tensors:

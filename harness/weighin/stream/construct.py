@@ -127,7 +127,7 @@ class WriteLog(TorchDispatchMode):
     def finish(
         self, unwanted: Iterable[torch.Tensor] = (), wanted: Iterable[torch.Tensor] = ()
     ) -> list[Fill]:
-        """Execute the necessary writes, and return what the caller must fill, in any order.
+        """Execute the writes that are needed. The caller must then fill what this returns, in any order.
 
         A write is unnecessary if a later fill replaces its whole storage, or if the values that it
         produces are only in ``unwanted`` or freed tensors. An unwanted tensor that shares memory with
@@ -358,8 +358,8 @@ class _Functions(TorchFunctionMode):
 def _kind_of(func: Any) -> tuple[bool, bool, bool, bool, tuple[int, str] | None]:
     """Tell whether an operation returns a view, reads shapes alone, resizes or draws, and what it writes.
 
-    That is the position and name of the argument that it writes and returns; None if there is none, or
-    it resizes tensors or writes to several arguments.
+    The last item is the position and name of the argument that the operation writes and returns; None if
+    no argument is written, if several are, or if the operation resizes tensors.
     """
     schema = func._schema
     name = schema.name.removeprefix("aten::")
@@ -504,9 +504,9 @@ def reset_buffers(
     for name, (owner, leaf) in wanted.items():
         if name not in values:
             raise ConfigError(
-                f"cannot reset buffer {name!r}: the model of builder {_name(builder)} has no such buffer",
-                "in the model's code, register the buffer with persistent=True, or keep the names"
-                " that buffers have after the builder's call",
+                f"cannot reset buffer {name!r}: a new model from {_name(builder)} has no buffer of this name",
+                "in the model's code, register the buffer with persistent=True, or don't rename it"
+                " after the builder has returned",
             )
         value = values[name]
         owner._buffers[leaf] = moved.setdefault(id(value), value.to(device))

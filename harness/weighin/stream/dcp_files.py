@@ -27,8 +27,8 @@ Shape = tuple[int, ...]
 
 INDEX: Final = ".metadata"
 _AGAIN: Final = (
-    "save it again with torch.distributed.checkpoint.save; if torch.distributed.checkpoint.load cannot"
-    " read it either, the folder is damaged"
+    "load the folder with torch.distributed.checkpoint.load, and save it again; if that fails, too, it is"
+    " damaged: get another copy"
 )
 _KNOWN: Final = re.compile(
     r"torch\.distributed\.checkpoint\.metadata\.(Metadata|MetadataIndex|TensorStorageMetadata"
@@ -43,7 +43,7 @@ _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
 
 
 def read(folder: Path, key: str) -> Checkpoint:
-    """Return all tensors, or those below ``key``; torch flattens nested dicts into dotted names."""
+    """Return all tensors, or those below ``key``. torch has flattened nested dicts into dotted names."""
     path = folder / INDEX
     try:
         with path.open("rb") as file:
@@ -57,7 +57,7 @@ def read(folder: Path, key: str) -> Checkpoint:
     metadata = _fields(pickled.value)
     tensors, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not (isinstance(tensors, dict) and isinstance(stored, dict) and tensors):
-        raise foreign.damaged(path, "it has no tensors or no offsets", _AGAIN)
+        raise foreign.damaged(path, "no state_dict_metadata or no storage_data", _AGAIN)
     places: dict[tuple[str, Shape], Any] = {}  # of the blocks of each tensor
     for index, place in stored.items():
         name, start = _fields(index).get("fqn"), _fields(index).get("offset")
@@ -69,7 +69,7 @@ def read(folder: Path, key: str) -> Checkpoint:
     sizes = Counter[str]()  # of the state dicts in nested dicts, but those of optimizers
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise foreign.damaged(path, f"a key is not a string: {shown(name)}", _AGAIN)
+            raise foreign.damaged(path, f"a name is not a string: {shown(name)}", _AGAIN)
         if key and not name.startswith(f"{key}."):
             continue
         if isinstance(tensor, Opaque) and tensor.kind.endswith(".BytesStorageMetadata"):
@@ -104,7 +104,7 @@ def _tensor(
     except (AttributeError, LookupError, TypeError):
         is_tensor = False
     if not is_tensor:
-        raise foreign.damaged(path, f"{shown(key)} is not described as a tensor", _AGAIN)
+        raise foreign.damaged(path, f"{shown(key)} is not a tensor there", _AGAIN)
     if (kind := dtype.name.removeprefix("torch.")) not in ITEM_BYTES:
         raise CheckpointError(
             f"{path}: {shown(key)} has the dtype torch.{kind}; weighin does not read this dtype",
@@ -117,7 +117,7 @@ def _tensor(
         place = places.get((key, start), {})
         name, offset, length = map(place.get, ("relative_path", "offset", "length"))
         if not (isinstance(name, str) and is_sizes((offset, length))):
-            raise foreign.damaged(path, f"no valid offset of {shown(key)} at {start}", _AGAIN)
+            raise foreign.damaged(path, f"no place for {shown(key)} at {start}", _AGAIN)
         if (name, offset) not in archives:
             file = foreign.file_of(path, name, key, _AGAIN)
             if offset + length > (file_bytes := file.stat().st_size):
@@ -148,7 +148,7 @@ def _check_tiles(path: Path, key: str, shape: Shape, blocks: Sequence[tuple[Shap
             what = f"the part of {shown(key)} at {start} is outside the shape {shape}"
             raise foreign.damaged(path, what, _AGAIN)
     if len(blocks) > _MOST_BLOCKS:
-        what = f"{shown(key)} is stored in {len(blocks):,} parts"
+        what = f"{shown(key)} has {len(blocks):,} parts; weighin reads at most {_MOST_BLOCKS:,}"
         raise CheckpointError(f"{path}: {what}", _merge(path))
     solid = [block for block in blocks if prod(block[1])]
     for (start, size), (other, others) in combinations(solid, 2):
@@ -157,4 +157,4 @@ def _check_tiles(path: Path, key: str, shape: Shape, blocks: Sequence[tuple[Shap
             what = f"the parts of {shown(key)} at {start} and {other} overlap"
             raise foreign.damaged(path, what, _AGAIN)
     if not blocks or sum(prod(size) for _, size in solid) != prod(shape):  # without an overlap
-        raise foreign.damaged(path, f"the parts of {shown(key)} leave a gap in {shape}", _AGAIN)
+        raise foreign.damaged(path, f"the parts of {shown(key)} do not fill {shape}", _AGAIN)

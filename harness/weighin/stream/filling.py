@@ -81,7 +81,7 @@ def cache_threads() -> int:
 
 
 def piece_bytes_of(total_bytes: int, threads: int) -> int:
-    """Return the size of a thread's buffer: larger ones are faster, and a large model has room for them.
+    """Return the size of each thread's buffer. Larger buffers are faster, and a large model has room.
 
     ``predict/patches.py`` computes what the buffers of all threads take together.
     """
@@ -90,7 +90,7 @@ def piece_bytes_of(total_bytes: int, threads: int) -> int:
 
 
 def file_order(where: Slice) -> list[int] | None:
-    """Return the dimensions as the file stores them, the outermost first; None with gaps or overlaps."""
+    """Return the dimensions in the file's order, outermost first; None if elements have gaps or overlap."""
     if where.contiguous:
         return list(range(len(where.shape)))
     order = sorted(range(len(where.shape)), key=lambda n: (-where.stride[n], n))
@@ -107,7 +107,7 @@ def dense_stride(where: Slice) -> tuple[int, ...]:
 
 
 def part_of(where: Slice, view: torch.Tensor) -> Slice | None:
-    """Return a view's range of the file; None unless it is one block of the same dtype."""
+    """Return where the file stores a view; None unless this is one block, in the view's dtype."""
     stride, dense = view.stride(), dense_stride(where)
     if view.dtype != where.dtype:
         return None

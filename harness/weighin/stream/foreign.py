@@ -28,13 +28,11 @@ from weighin.units import MIB
 # Only of a file that ends too early: other faults do not prove that a copy is cut off.
 AGAIN: Final = "copy or download the file again"
 RESAVE: Final = (
-    "save it again with the program that wrote it; if that program cannot read it either, the file is"
-    " damaged"
+    "load the file with the program that wrote it, and save it again; if that fails, too, the file is"
+    " damaged: get another copy"
 )
 SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(FOLDER) does"
-NOT_MEASURED: Final = (
-    "its loads cannot be measured; weighin inspect, convert and load_streaming read it as it is"
-)
+NOT_MEASURED: Final = "weighin cannot measure its load, but reads it: weighin inspect, weighin convert, load_streaming"
 HUB_ENTRY: Final = "models--"  # begins a model's folder in the Hub's cache: "models--owner--name"
 
 _LATE_S: Final = 0.002  # a disk that takes so long for the first reads answers late
@@ -55,7 +53,7 @@ Value = TypeVar("Value")
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Keep what ``once`` returns until the context ends: a network's disk answers late."""
+    """Keep the results of ``once`` until the context ends, because a network disk answers slowly."""
     token = _known.set({} if _known.get() is None else _known.get())
     try:
         yield
@@ -75,7 +73,7 @@ def once(key: Hashable, read: Callable[[], Value]) -> Value:
 
 
 def map_late(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterator[Value]:
-    """Yield the function's value for each item; threads call it at once if the disk answers the first late."""
+    """Yield the function's value for each item; if the first calls are slow, call it in threads."""
     rest, spent_s = iter(items), 0.0
     for item in islice(rest, 3):  # the first alone may have been cached
         start_s = time.monotonic()
@@ -127,7 +125,7 @@ def is_legacy(head: bytes) -> bool:
 
 
 def check_present(path: Path) -> bytes:
-    """Return the first bytes of a regular file, if it may be a checkpoint."""
+    """Return a file's first bytes; raise CheckpointError if they show that it is no checkpoint."""
     if not path.exists():
         raise missing(path)
     if not path.is_file():
@@ -209,8 +207,8 @@ def resaving(path: Path) -> str:
 
 def unknown(path: Path, head: bytes) -> CheckpointError:
     return CheckpointError(
-        f"{path}: of a kind that weighin does not know; its first bytes are {head[:8].hex(' ')}",
-        "save the weights with torch.save or safetensors, with the program that wrote the file",
+        f"{path}: weighin does not know this kind of file; its first bytes are {head[:8].hex(' ')}",
+        "load it with the program that wrote it, and save the weights with torch.save or safetensors",
     )
 
 
@@ -229,10 +227,10 @@ def unreadable(path: Path | str, error: Exception) -> CheckpointError:
         why = "this user is not known here, or has no home folder"
         return CheckpointError(f"{path}: cannot be read: {why}", "correct the name after ~")
     if isinstance(error, ValueError) or getattr(error, "errno", 0) == errno.ENAMETOOLONG:
-        why = getattr(error, "strerror", "its name contains a null byte")
+        why = getattr(error, "strerror", "the path contains a null byte")
         return CheckpointError(f"{path}: cannot be read: {why}", "check the path")
     return CheckpointError(
-        f"{path}: cannot be read: {getattr(error, 'strerror', error)}",
+        f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}",
         "check that the file exists, that you may read it, and that its disk works",
     )
 
@@ -286,20 +284,20 @@ def looks_like_path(text: str) -> bool:
 
 
 def read_object(path: Path, repair: str) -> dict[str, Any]:
-    """Return the JSON object in a file of somebody else's, in bounded memory."""
+    """Return the JSON object in a file that weighin did not write; take little memory."""
     try:
         text = read_bytes(path, 16 * MIB)  # 170,000 keys, which take 12 times the memory
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise unreadable(path, error) from error
-        fault = f"the file's {path.stat().st_size:,} bytes are more than weighin reads"
+        fault = f"has {path.stat().st_size:,} bytes of JSON, more than weighin reads"
         raise CheckpointError(f"{path}: {fault}", repair) from None
     if text.count(b"[") + text.count(b"{") > 200_000:  # an empty list takes 80 bytes of memory
-        raise damaged(path, "too many values are nested in one another", repair)
+        raise damaged(path, "more than 200,000 lists and objects in one JSON file", repair)
     try:
         value = json.loads(text.decode(), object_pairs_hook=no_duplicates)
     except RecursionError:
-        raise damaged(path, "its values are nested too deeply in one another", repair) from None
+        raise damaged(path, "its values are nested too deeply", repair) from None
     except ValueError as error:
         raise not_json(path, text, f"damaged: {error}", repair) from error
     if not isinstance(value, dict):
@@ -341,26 +339,26 @@ def no_model(folder: Path) -> CheckpointError:
         sizes = [f"{name} ({format_bytes(size)})" for name, size in largest_first]
         s = "s" if len(parts) > 1 else ""
         what = f"a diffusers pipeline of {len(parts)} model{s}: {one_line(', '.join(sizes))}"
-        repair = f"give one of them; the largest: {folder / largest_first[0][0]}"
+        repair = f"give the folder of one model; the largest is {folder / largest_first[0][0]}"
     elif "adapter_config.json" not in names and (step := named_step(folder)):
         tag, inner = step
-        what = f"{tag.name} names the step {inner.name}, which is not here"
-        repair = "copy that folder too, or give the folder of another step"
+        what = f"{tag.name} names the step {inner.name}, which this folder lacks"
+        repair = f"copy the folder {inner.name} here, or give the folder of another step"
         if inner.is_dir():
-            what = f"its weights are in a step of a training run: {inner.name}"
+            what = f"the weights are in the folder of a training step, {inner.name}"
             repair = f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}"
     elif "modules.json" in names and is_bare and (parts := models_below(folder)):
         what = f"a sentence-transformers folder of several parts: {one_line(few([*parts]))}"
         first = folder / next(iter(parts))
-        repair = f"give the folder of one part: {first}; load_pretrained loads all"
+        repair = f"give the folder of one part: {first}; or load all parts with load_pretrained"
     elif found := recognised("folder", "\n".join(names), folder):
         return found
     elif models := models_below(folder):
         what = f"no config.json, but folders with models: {one_line(few([*models]))}"
         repair = f"give one of them: {folder / next(iter(models))}"
     else:
-        what = "not a checkpoint: no config.json, no index and no weights in it"
-        repair = "give the checkpoint file itself, or a folder that save_pretrained or `weighin convert` made"
+        what = "not a checkpoint: this folder has no config.json, no index and no weights"
+        repair = "give a checkpoint file, or a folder from save_pretrained or `weighin convert`"
     return CheckpointError(f"{folder}: {what}", repair)
 
 
@@ -394,18 +392,20 @@ def named_step(path: Path) -> tuple[Path, Path] | None:
 def misfit(
     path: Path, model: str, keys: Mapping[str, Collection[str]], reason: str = "", repair: str = ""
 ) -> CheckpointError:
-    """Return the error for a checkpoint that does not fit: its ``keys``, by fault ("missing"), else ``reason``."""
+    """Return the error for a checkpoint with wrong ``keys``, by fault ("missing"), or for a ``reason``."""
     faults = [
-        f"{len(names)} {what} ({first_names(names)})" for what, names in keys.items() if names
+        f"{len(bad)} key{'s'[len(bad) == 1 :]} {what} ({first_names(bad)})"
+        for what, bad in keys.items()
+        if bad
     ]
     return CheckpointError(
-        f"{path}: does not fit {model}, keys: {'; '.join(faults) or reason}",
-        repair or "choose the model that this checkpoint was saved from, or correct its arguments",
+        f"{path}: does not fit {model}: {'; '.join(faults) or reason}",
+        repair or "choose the checkpoint's own model, or correct the arguments of the model",
     )
 
 
 def selecting(stored: Collection[str], wanted: Collection[str]) -> str:
-    """Return the advice to select the model's tensors by --key or strip_prefix, by their names; else ""."""
+    """Return advice on --key or strip_prefix if either gives the model's names; else ""."""
     first = next(iter(wanted), "")
     for prefix in (name.removesuffix(first) for name in stored if name.endswith(f".{first}")):
         inside = {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
@@ -428,7 +428,7 @@ def select_key(ways: str, key: str) -> str:
 
 def lacks(checkpoint: Path, missing: Iterable[str], model: str) -> CheckpointError:
     return CheckpointError(
-        f"{checkpoint}: has no values for {first_names(missing)} of this {model}",
-        "choose the class that the checkpoint was saved from; from_pretrained would initialise these"
+        f"{checkpoint}: lacks weights of this {model}: {first_names(missing)}",
+        "choose the class from which the checkpoint was saved; from_pretrained would initialise these"
         " weights with random numbers",
     )

@@ -58,7 +58,7 @@ def checkpoint_in(folder: Path, name: str) -> Path:
 
 
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
-    """Return the checkpoint's format if strategies load the user's own files, and no converted copy."""
+    """Return the checkpoint's format if strategies load the user's own files; None if a converted copy."""
     if checkpoint is None or not checkpoint.exists():
         return None
     name = detect(checkpoint)
@@ -131,10 +131,10 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
         if not any(one.name.startswith(start) for one in found):
             names = first_names(plain(one.name) for one in found)
             what = f"no tensor's name begins with {shown(start)}"
-            raise CheckpointError(f"{path}: {what}", f"the tensors in the file are called: {names}")
+            raise CheckpointError(f"{path}: {what}", f"choose a prefix of these names: {names}")
         found = found.without(start)
         if len({one.name for one in found}) != len(found):
-            what = f"two tensors would have the same name without the prefix {shown(start)}"
+            what = f"without the prefix {shown(start)}, two tensors would have the same name"
             way = "leave strip_prefix out, or convert the checkpoint with your own code"
             raise CheckpointError(f"{path}: {what}", way)
     if found and not any(one.nbytes for one in found) and is_beside_weights(path):
@@ -146,8 +146,8 @@ def refuse_empty(path: Path, slices: Sequence[Slice]) -> None:
     """Raise CheckpointError if a checkpoint has no tensors, or if all its tensors are empty."""
     if not slices:
         raise CheckpointError(
-            f"{path}: no tensors in it",
-            "if they are deeper inside, name the entry that holds them: --key model",
+            f"{path}: has no tensors",
+            "if the tensors are nested deeper, name the entry that holds them, such as --key model",
         )
     if not any(one.nbytes for one in slices):
         raise all_empty(path)

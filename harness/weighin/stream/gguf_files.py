@@ -78,7 +78,7 @@ def matches(path: Path) -> bool:
 
 
 def file_of(path: Path) -> Path:
-    """Return a file itself; of a folder, its only model (mmproj is none), or the first part."""
+    """Return ``path`` if it is a file; else the folder's only model (mmproj is none), or its first part."""
     if not path.is_dir():
         return path
     found = files_in(path)
@@ -87,14 +87,14 @@ def file_of(path: Path) -> Path:
     if len(models) > 1:
         names = sorted(file.name for file in models.values())
         raise CheckpointError(
-            f"{path}: holds {len(models)} GGUF models: {few(names)}",
+            f"{path}: this folder has {len(models)} GGUF models: {few(names)}",
             f"give the path of one model: {path / names[0]}",
         )
     return next(iter(models.values()))
 
 
 def architecture(path: Path) -> str:
-    """Return llama.cpp's name of the architecture, such as "qwen3"; else ""."""
+    """Return llama.cpp's name for the model's architecture, such as "qwen3"; "" if the file has none."""
     return str(read_tables(file_of(path))[0].get("general.architecture", ""))
 
 
@@ -110,19 +110,19 @@ def read(path: Path) -> Checkpoint:
     for part in parts:
         if len(parts) > 1 and not part.is_file():
             raise CheckpointError(
-                f"{file}: one of {len(parts)} parts of a model, but the part {part.name} is missing",
+                f"{file}: one of {len(parts)} parts of a model, of which {part.name} is missing",
                 "copy or download the missing part into the folder of the others",
             )
         metadata, tensors = read_tables(part)
         of = metadata.get("split.count", 1)
         if isinstance(of, int) and of > len(parts):
             raise CheckpointError(
-                f"{part}: one of {of} parts of a model, but the file's name does not say which part",
+                f"{part}: one of {of} parts of a model, but its name does not say which part",
                 f"name the parts as llama.cpp does: {part.stem}-00001-of-{of:05d}{_SUFFIX}",
             )
         for place in tensors:
             if (twice := places.setdefault(place.name, place)) is not place:
-                what = f"{shown(place.name)} is also in {twice.file.name!r}"
+                what = f"tensor {shown(place.name)} is also in {twice.file.name!r}"
                 raise CheckpointError(f"{part}: {what}", foreign.AGAIN)
     found = Checkpoint(places.values())
     found.files = tuple(parts)
@@ -134,8 +134,8 @@ def read_tables(file: Path) -> tuple[Mapping[str, Any], list[Slice]]:
 
     def opened() -> tuple[Mapping[str, Any], list[Slice]]:
         if not foreign.check_present(file).startswith(_MAGIC):
-            what = "not a GGUF file, although its name ends like one: the file does not begin with GGUF"
-            repair = "rename it, with the suffix of its real format"
+            what = f"named like a GGUF file, but does not begin with the bytes {_MAGIC.decode()}"
+            repair = "give the file the suffix of its real format"
             raise CheckpointError(f"{file}: {what}", repair)
         try:
             with file.open("rb") as stream:
@@ -175,7 +175,7 @@ class _Tables:
             entries.append((name, shape, self._number("I"), self._number("Q")))
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:
-            raise self._error("damaged: general.alignment is no positive number")
+            raise self._error("damaged: general.alignment is not a positive number")
         start = -(-self._stream.tell() // alignment) * alignment
         return metadata, [
             self._place(name, shape, metadata.get(f"{_COMFY}{name}", shape), kind, start + at)
@@ -185,15 +185,15 @@ class _Tables:
     def _place(self, name: str, shape: tuple[int, ...], own: Any, kind: int, at: int) -> Slice:
         """Return the place of a tensor; its shape in the model is ``own``, which ComfyUI flattens."""
         if kind not in TYPES:
-            what = f"{shown(name)} has the type {kind} of ggml, which weighin does not know"
+            what = f"tensor {shown(name)} has ggml's type {kind}, which weighin does not know"
             raise self._error(what, _CONVERT)
         encoding, block, block_bytes = TYPES[kind]
         fits = is_sizes(shape) and is_sizes(own) and prod(own) == prod(shape)
         # torch multiplies the sizes of an empty tensor, too.
         fits = fits and prod(max(size, 1) for size in own) <= LARGEST // 8
         if not fits or prod(shape[-1:]) % block:
-            what = f"{shown(name)} has the shape {own}, which torch cannot represent"
-            raise self._error(f"damaged: {what}, or which has no whole blocks of {encoding}")
+            what = f"tensor {shown(name)} of type {encoding} cannot have the shape {own}"
+            raise self._error(f"damaged: {what}")
         length = prod(shape) // block * block_bytes
         if at + length > self._size:
             raise foreign.truncated(self._file, shown(name), at + length, self._size)
@@ -206,7 +206,7 @@ class _Tables:
         of = self._number("I") if kind == _ARRAY else kind
         form = _SCALARS.get(of)
         if not form and of != _STRING:  # llama.cpp does not read an array of arrays either
-            raise self._error(f"damaged: a value of an unknown type: {of}")
+            raise self._error(f"damaged: a metadata value has the unknown type {of}")
         if kind != _ARRAY:
             return self._number(form) if form else self._text(or_skip=True)
         if form and (count := self._number("Q")) <= MOST_DIMENSIONS:
@@ -223,7 +223,7 @@ class _Tables:
         count: int = self._number("Q")
         if count * least_bytes > self._size - self._stream.tell():
             raise self._error(
-                f"truncated: {count:,} entries do not fit into the file's {self._size:,} bytes"
+                f"truncated: it lists {count:,} entries, too many for its {self._size:,} bytes"
             )
         self._add(count * values)
         return count
@@ -231,7 +231,7 @@ class _Tables:
     def _add(self, values: int) -> None:
         self._values += values
         if self._values > _MOST_VALUES:
-            what = "too many values in its metadata, or tensors, for weighin to read in one file"
+            what = f"more than {_MOST_VALUES:,} tensors and metadata values in one file"
             raise self._error(what, foreign.SHARDS)
 
     def _text(self, *, or_skip: bool = False) -> Any:

@@ -153,9 +153,9 @@ def _explicit(path: Path) -> Path | None:
     if is_inside and is_known and (broken := foreign.broken_link(path / place)):
         raise broken
     raise CheckpointError(
-        f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names are missing, or are neither a"
-        f" safetensors file nor an index in this folder: {short(name)}; from_pretrained fails, too",
-        f"correct '{_EXPLICIT}', or remove the key, so that model.safetensors is read",
+        f"{path}: '{_EXPLICIT}' in {CONFIG} names {short(name)}, which is not a safetensors file or"
+        " index in this folder; from_pretrained fails, too",
+        f"correct '{_EXPLICIT}'; or remove this key, so that model.safetensors is read",
     )
 
 
@@ -187,8 +187,8 @@ def refuse_part(checkpoint: Path, selection: Selection) -> None:
     """Raise CheckpointError for any ``selection`` in a checkpoint that ``from_pretrained`` reads."""
     if selection and is_pretrained_checkpoint(checkpoint):
         raise CheckpointError(
-            f"{checkpoint}: --key and strip_prefix do not apply to this folder, which from_pretrained"
-            " always loads whole",
+            f"{checkpoint}: from_pretrained always loads this folder whole, so --key and strip_prefix"
+            " cannot be used",
             "write the selected weights into a new folder, and copy config.json there: weighin"
             f" convert {checkpoint} NEW/model.safetensors {' '.join(selection.options)}",
         )
@@ -200,23 +200,23 @@ def is_pretrained_checkpoint(checkpoint: Path) -> bool:
 
 
 def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` reads this checkpoint; CheckpointError: it reads another."""
+    """Return from_pretrained's arguments for this file; CheckpointError if it would read another."""
     folder, variant = folder_of(checkpoint), variant_of(checkpoint)
     arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
     if gguf.is_file(checkpoint):
         return arguments | {"gguf_file": checkpoint.name}
     if (read := find_weights(folder, variant)) != checkpoint:
         raise CheckpointError(
-            f"{checkpoint}: from_pretrained would not read this file, but"
-            f" {read.name if read else 'no file'} in the file's folder",
-            f"write this file's name into {CONFIG}, as '{_EXPLICIT}'; or give the model"
-            f" from:{checkpoint} to load its tensors without the model's class",
+            f"{checkpoint}: from_pretrained would read {read.name if read else 'nothing'} in this"
+            " folder, not this file",
+            f"set '{_EXPLICIT}' in {CONFIG} to this file's name; or, to load the tensors without the"
+            f" model's class, give from:{checkpoint} as the model",
         )
     return arguments | ({"variant": variant} if variant else {})
 
 
 def dtype_of(config: Mapping[str, Any], file: Path = Path(CONFIG)) -> str | None:
-    """Return the dtype that ``file`` names, or None; where it names several in a dict, that of the key ""."""
+    """Return the dtype that ``file`` names, or None. If it names several in a dict, the key "" counts."""
     name = config.get("dtype")
     if name is None:
         name = config.get("torch_dtype")
@@ -231,7 +231,7 @@ def dtype_of(config: Mapping[str, Any], file: Path = Path(CONFIG)) -> str | None
 
 
 def own_dtype(model: ModelSpec) -> str:
-    """Return the dtype in which a model was published; float32 if nothing says it."""
+    """Return the dtype in which a model was published; float32 if this is unknown."""
     if library := library_of(model.builder):
         return library.fixed_dtype or dtype_of(model.kwargs["config"]) or "float32"
     return (model.builder.startswith("weighin.models.") and dtype_of(model.kwargs)) or "float32"
@@ -267,14 +267,14 @@ def code_of(model: ModelSpec) -> dict[str, str] | None:
 
 
 def planned(model: ModelSpec, name: str, types: Mapping[str, type]) -> dict[str, Any] | None:
-    """Return an argument of a model of transformers, with the fields in ``types``; None without the argument."""
+    """Return a transformers model's argument, with the fields in ``types``; None if it lacks the argument."""
     found = model.kwargs.get(name) if model.builder == BUILDER else None
     if found is None:
         return None
     if not isinstance(found, dict) or any(type(found.get(one)) is not types[one] for one in types):
         raise ConfigError(
-            f"the plan is damaged: the argument `{name}` of the model {model.name} lacks"
-            f" {', '.join(types)}, or has another type for one",
+            f"plan.json is damaged: in the argument `{name}` of the model {model.name}, a field is"
+            f" missing or has the wrong type; it needs {', '.join(types)}",
             "start a new run",
         )
     return {one: found[one] for one in types}  # a plan of an earlier version may have more
@@ -305,7 +305,7 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
         if reference.rpartition(".")[2] == architecture:
             return auto
     raise ConfigError(
-        f"config.json names no code of the class {architecture!r} in '{AUTO_MAP}'",
+        f"'{AUTO_MAP}' in config.json has no entry for the class {architecture!r}",
         f"correct '{AUTO_MAP}' or 'architectures' in config.json",
     )
 
@@ -427,6 +427,6 @@ def refuse_adapter(folder: Path) -> None:
         file = quote(str(folder / ADAPTER))
         raise CheckpointError(
             f"{note}. peft is installed here, so the weights would differ from those of from_pretrained",
-            "merge the adapter, and save the result: merge_and_unload() of peft, then"
-            f" save_pretrained(FOLDER); for the model alone: mv {file} {file}.off",
+            "merge the adapter and save the result (merge_and_unload() of peft, then"
+            f" save_pretrained(FOLDER)); or, for the model alone, set it aside: mv {file} {file}.off",
         )

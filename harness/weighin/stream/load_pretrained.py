@@ -29,9 +29,10 @@ from weighin.text import plain
 
 _log = logging.getLogger("weighin")
 
+_OF_PARTS: Final = "a sentence-transformers folder of several parts"
 _USED: Final = {
     "a GGUF file": ("model_class", "revision", "adapter"),
-    "a sentence-transformers folder of several parts": ("revision",),
+    _OF_PARTS: ("revision",),
     "a folder of diffusers": ("variant", "revision"),
     "a folder of timm": ("variant", "revision", "key", "strip_prefix"),
 }
@@ -101,9 +102,10 @@ def load_pretrained(
 
     def check_used(what: str) -> None:
         if ignored := [name for name, one in given.items() if one and name not in _USED[what]]:
+            part = ", or give the folder of one part" * (what == _OF_PARTS)
             raise ConfigError(
                 f"{path}: {what}, for which load_pretrained has no {' and no '.join(ignored)}",
-                "leave it out, or give the folder of a model of transformers, such as one of its parts",
+                f"leave out {' and '.join(ignored)}{part}",
             )
 
     kind = None if dtype == "auto" else dtype
@@ -121,7 +123,7 @@ def load_pretrained(
     has_config = hugging_face_folder.is_pretrained(path)
     is_one_part = has_config and bool(model_class or adapter)  # the transformer alone
     if not is_one_part and (parts := hugging_face_folder.parts_with_weights(path)):
-        check_used("a sentence-transformers folder of several parts")
+        check_used(_OF_PARTS)
         return _of_sentences(path, parts, kind, place, threads)
     if not has_config:
         if broken := foreign.broken_link(path / hugging_face_folder.CONFIG):
@@ -244,7 +246,7 @@ def _of_sentences(
     threads: int | None,
 ) -> Any:
     """Return ``SentenceTransformer(folder, device=device)``; without a dtype, in its own."""
-    what = f"{folder}: a sentence-transformers folder of several parts, with weights in {', '.join(parts)}"
+    what = f"{folder}: {_OF_PARTS}, with weights in {', '.join(parts)}"
     with extra("sentence-transformers", f"{what},"):
         from sentence_transformers import SentenceTransformer
     options: dict[str, Any] = {"model_kwargs": {"dtype": dtype}} if dtype else {}

@@ -94,16 +94,16 @@ def load_streaming(
     ``model.to(device, dtype)``. If ``model`` is a function that builds the model, only the weights
     that the constructor itself reads are initialised. If ``model`` is a module, the load fills each
     tensor in place that already has the wanted device and dtype. Weights that the model ties are read
-    once, and stay tied; as for ``load_state_dict``, the checkpoint must have each of their names.
+    once, and stay tied. As for ``load_state_dict``, the checkpoint must have every name of a tied weight.
 
     The tensors in the checkpoint must have the names that the model gives them. A Hugging Face folder,
     whose library renames and converts tensors, is loaded by ``load_pretrained``.
 
     Args:
         dtype: the dtype of all floating-point tensors after the load; None keeps the model's own.
-        threads: the number of threads that read. The default for a cached checkpoint is one thread
-            for each processor, at most 4. The default is 16 threads for a local disk, and up to 64
-            for storage behind a network.
+        threads: the number of threads that read. By default, a cached checkpoint is read by one thread
+            for each processor, at most 4. Otherwise, it is read by 16 threads from a local disk, and
+            by up to 64 from storage behind a network.
         granularity: "tensor" reads one tensor after the other. "module" reads one module after the
             other, and the tensors of a module concurrently. "all" reads all tensors concurrently.
         key: the key of the state dict in a training checkpoint: "model", or "state.model" in nested
@@ -128,7 +128,7 @@ def load_streaming(
         if any(tensor.is_meta for tensor in tensors_of(model)):
             names = [name for name, one in named_tensors(model).items() if one.is_meta]
             raise CheckpointError(
-                f"{path}: not loaded, because the model has {first_names(names)} on the meta device",
+                f"{path}: not loaded: tensors of the model are on the meta device: {first_names(names)}",
                 "pass load_streaming a function that builds the model on the CPU, not on the meta device",
             )
         refuse_codes(path, slices, model.state_dict)
@@ -152,7 +152,7 @@ def load_streaming(
 def _record(
     model: nn.Module, slices: Checkpoint, values: dict[str, Any], log: WriteLog, path: Path
 ) -> None:
-    """Record the copies that ``load_state_dict`` makes of ``slices``; it also gets ``values``, which are no tensors."""
+    """Record the copies that ``load_state_dict`` makes of ``slices``; ``values`` are no tensors."""
     if encoded := next((one for one in slices if one.encoding), None):
         raise CheckpointError(
             f"{encoded.file}: {plain(encoded.name)} is quantised to {encoded.encoding}, which"
@@ -171,8 +171,8 @@ def _record(
             state[one.name] = torch.empty_strided(one.shape, dense_stride(one), dtype=one.dtype)
         except RuntimeError:  # the tensor repeats few elements of the file
             raise CheckpointError(
-                f"{one.file}: {plain(one.name)} has the shape {one.shape}, repeating few stored elements;"
-                " this machine has too little memory for it",
+                f"{one.file}: {plain(one.name)} repeats few stored elements to the shape {one.shape},"
+                " for which this machine has too little memory",
                 _SAVED_FROM,
             ) from None
         log.promise(state[one.name], one)
@@ -187,7 +187,7 @@ def _record(
     except Exception as error:
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise CheckpointError(
-                f"{path}: the code of a module of this model failed: {type(error).__name__}: {error}",
+                f"{path}: a module of this model failed to load: {type(error).__name__}: {error}",
                 f"{_SAVED_FROM}; to debug the module, run model.load_state_dict(torch.load(...))",
             ) from error
         with log.recording():
@@ -274,14 +274,14 @@ def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) ->
     }
     unused = [name for name in slices.values if name not in found]
     if dropped := [plain(name) for name in unused if slices.values[name] is not None]:
-        _log.warning("no module of this model takes the extra state of %s", first_names(dropped))
+        _log.warning("no module of this model takes these extra states: %s", first_names(dropped))
     wanted = {name for name in found if name in takers and stored[name] is not None}
     read: dict[str, Any] = {}
     for file in slices.files if wanted else ():
         read |= _unpickled(file, wanted, selection)
     if lost := sorted(wanted - read.keys()):
         raise CheckpointError(
-            f"{slices.files[0]}: torch.load does not find the extra state of {first_names(lost)}",
+            f"{slices.files[0]}: torch.load returns no extra state called {first_names(lost)}",
             "save the file again with the model's own names: torch.save(model.state_dict(), ...)",
         )
     return found | read

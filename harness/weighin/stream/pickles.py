@@ -180,7 +180,7 @@ class Pickled(pickle._Unpickler):
                 if not instruction:
                     raise EOFError
                 place = f"{instruction[0]:#04x}, at byte {self.file.tell() - 1 - self.start:,}"
-                raise Malformed(f"weighin does not know its instruction {place}")
+                raise Malformed(f"weighin does not know the instruction {place}")
             objects += instruction in _MAKING
             if objects > _MOST_OBJECTS or len(self.memo) + len(self.metastack) > _MOST_OBJECTS:
                 raise _TooLarge(f"more than {_MOST_OBJECTS:,} objects")
@@ -231,15 +231,15 @@ class Pickled(pickle._Unpickler):
             case ("storage", Named(name), str(key), _, numel, *_):
                 pass
             case _:
-                raise Malformed("a persistent id does not describe a storage")
+                raise Malformed("a persistent id should name a storage, but names something else")
         if len(identity) > 5 and identity[5] is not None:
-            raise Malformed("a storage is a view of another, as torch wrote before 0.4")
+            raise Malformed("a storage is a view of another storage, as in torch before 0.4")
         of, _, kind = name.rpartition(".")
         if of not in _OF_STORAGES or kind not in _STORAGES:
             raise Malformed(f"a storage has the class {name}, which was NOT executed")
         storage = Storage(key, _STORAGES[kind], numel)
         if not is_sizes((numel,)) or storage.nbytes > LARGEST:
-            raise Malformed(f"storage {shown(key)} has an impossible size")
+            raise Malformed(f"storage {shown(key)} has an impossible number of elements")
         self.storages.setdefault(key, storage)
         return storage
 
@@ -270,7 +270,7 @@ _DO: Final = {
 
 
 def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pickled:
-    """Return the next pickle of ``file``, which begins at the byte ``base`` of ``path``."""
+    """Return the pickle at the position of ``file``, a stream that begins at byte ``base`` of ``path``."""
     start = base + file.tell()
     what = f"{path}: damaged: the pickle from byte {start:,} cannot be read"
     try:
@@ -285,9 +285,7 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
     except (pickle.UnpicklingError, LookupError, ValueError, TypeError, AttributeError,
             OverflowError, MemoryError) as error:  # fmt: skip
         where = f"before byte {base + file.tell():,}"
-        raise CheckpointError(
-            f"{what}: its instructions do not fit together {where}", resave
-        ) from error
+        raise CheckpointError(f"{what}: an instruction {where} is invalid", resave) from error
 
 
 def _called(function: Any, arguments: Any) -> Any:
@@ -302,7 +300,7 @@ def _called(function: Any, arguments: Any) -> Any:
     try:
         return make(*arguments[:16])  # each call may copy all of them
     except (TypeError, ValueError) as error:
-        raise Malformed(f"{function.name} has other arguments than torch.save writes") from error
+        raise Malformed(f"{function.name} has arguments that torch.save never writes") from error
 
 
 def _ordered(*arguments: Any) -> Dict:

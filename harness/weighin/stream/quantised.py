@@ -73,7 +73,7 @@ class Quantised:
 
     @property
     def summary(self) -> str:
-        """A part of a message: the method, the number of tensors of codes, and their size."""
+        """The method, the number of quantised tensors, and their size, as a part of a message."""
         from weighin.units import format_bytes  # imports decimal, which few loads need
 
         if not self.weights:
@@ -85,10 +85,10 @@ class Quantised:
         )
 
     def error(self, path: Path) -> CheckpointError:
-        """Return the error for a loader that would take the codes for weights."""
+        """Return the error for a loader that would take the quantised values for weights."""
         why, repair, folder = self.obstacle, self.repair, quote(str(folder_of(path)))
         if not why and self.dequantises:
-            why = "they must be dequantised for the model of this folder"
+            why = "to fit the model, they must be dequantised"
             repair = "load it with load_pretrained, or write the weights: weighin convert"
             repair += f" {folder} NEW.safetensors --keys model"
         elif not why:

@@ -78,8 +78,8 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: a shard of torch's distributed checkpoint ({_PARTS} in its header), which may"
             " hold only one rank's part of each tensor",
-            "join the shards of all ranks: consolidate_safetensors_files(FOLDER, OUT, {name: 1 for"
-            " each tensor}) in torch.distributed.checkpoint._consolidate_hf_safetensors",
+            "join all ranks' shards by consolidate_safetensors_files(FOLDER, OUT, dict.fromkeys(NAMES, 1)) of"
+            " torch.distributed.checkpoint._consolidate_hf_safetensors, with NAMES of all tensors",
         )
     for name, first in metadata.items():
         if name not in entries and first in entries and name != FORMAT:
@@ -113,7 +113,7 @@ def _header(path: Path) -> tuple[bytes, int]:
         or text.count(b"[") + text.count(b"{") > _MOST_BRACKETS
         or text.count(b",") + text.count(b":") > _MOST_ITEMS
     ):
-        what = "its header lists more than weighin reads in one file"
+        what = "its header lists more tensors or metadata than weighin reads in one file"
         raise CheckpointError(f"{path}: {what}", foreign.SHARDS)
     return text[:length], file_bytes
 
@@ -141,14 +141,14 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Slice:
     if not isinstance(entry, tuple):
-        what = "needs a text as dtype, and lists as shape and data_offsets"
+        what = "must have a string as dtype, and lists as shape and data_offsets"
         raise foreign.damaged(path, f"tensor {shown(name)} {what}")
     dtype, shape, offsets = entry
     if dtype not in DTYPES:
         whose = "torch does not have" if dtype.startswith("F6_") else "weighin does not know"
         raise CheckpointError(
             f"{path}: tensor {shown(name)} has the dtype {short(dtype)}; {whose} this dtype",
-            "with the program that wrote the file, convert the tensor to a dtype of torch",
+            "load it with the program that wrote it, convert the tensor to a dtype of torch, and save it",
         )
     kind = DTYPES[dtype]
     numbers, item_bytes, own = PACKED.get(kind, 1), ITEM_BYTES[kind], shape
@@ -161,9 +161,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Slice:
         or prod(own) * item_bytes != offsets[1] - offsets[0]
         or prod([max(size, 1) for size in shape]) * item_bytes > LARGEST
     ):
-        what = (
-            f"{dtype} of shape {short([*shape])} at the offsets {short([*offsets])} is impossible"
-        )
+        what = f"data_offsets {short([*offsets])} do not fit {dtype} of shape {short([*shape])}"
         raise foreign.damaged(path, f"tensor {shown(name)}: {what}")
     at, size = data_start + offsets[0], offsets[1] - offsets[0]
     return Slice(name, own, row_major(own), kind, path, at, at, size)

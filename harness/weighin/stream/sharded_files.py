@@ -44,7 +44,7 @@ SHARD_INDEXES: Final = {
     "sharded": ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json"),
     "sharded_pt": ("pytorch_model.bin.index.json", "diffusion_pytorch_model.bin.index.json"),
 }
-"""The names of an index in a folder: of transformers, under which weighin writes, and of diffusers."""
+"""The names of an index: that of transformers, under which weighin also writes, and that of diffusers."""
 MAX_SHARD_BYTES: Final = 5 * 1024**3  # Hugging Face's default is 5 GB
 
 _ANY_INDEX: Final = {"sharded": "safetensors", "sharded_pt": "bin"}
@@ -52,7 +52,7 @@ _SHARDS_AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), o
 
 
 def format_of(path: Path) -> str:
-    """Return the name of the format of a folder, or of an index of shards; "" for another path."""
+    """Return the format's name of a folder or of an index of shards; "" if ``path`` is neither."""
     if name := next((name for name in SHARD_INDEXES if _shard_index(path, name)), ""):
         return name
     if (path / dcp_files.INDEX).is_file():

@@ -116,7 +116,7 @@ class Slice:
 
 
 class Fill(NamedTuple):
-    """A tensor to fill, of any dtype and on any device, and its source."""
+    """A tensor to fill, of any dtype and on any device, and the stored tensor to read."""
 
     where: Slice
     out: "torch.Tensor"
@@ -152,7 +152,7 @@ class Checkpoint(list[Slice]):
         return not (self.values or self.refused)
 
     def without(self, prefix: str, *, only: bool = False) -> "Checkpoint":
-        """Return the checkpoint with ``prefix`` removed from names; with ``only``, drop all names without it."""
+        """Return the checkpoint with ``prefix`` cut off; with ``only``, without names that lack it."""
         kept = prefix if only else ""
         names = [*(one.name for one in self), *self.values]
         short = {name: name.removeprefix(prefix) for name in names if name.startswith(kept)}
@@ -170,7 +170,7 @@ class Checkpoint(list[Slice]):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A tensor to write; ``shared_with`` names an earlier tensor that it is tied to, or is None."""
+    """A tensor to write. ``shared_with`` names the earlier tensor to which this one is tied, or is None."""
 
     name: str
     shape: tuple[int, ...]

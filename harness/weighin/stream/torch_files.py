@@ -37,7 +37,7 @@ _BIG_ENDIAN: Final = "written on a big-endian machine, whose order of bytes weig
 _OPTIM_STATES: Final = "_optim_states.pt"
 _SAVE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
 _PLAIN: Final = (
-    "load it with the code that wrote it, make it a plain tensor with values (tensor.to_dense(),"
+    "load it with the code that wrote it, turn it into a plain tensor (tensor.to_dense(),"
     " dequantize(), unbind(), full_tensor(), resolve_conj(), view(torch.uint8), cpu()), and save it:"
     " torch.save({NAME: TENSOR, ...}, ...)"
 )
@@ -67,7 +67,7 @@ class TorchFile:
         return Slice(name, tensor.shape, tensor.stride, dtype, self.path, offset, start, size)
 
     def checkpoint(self, key: str) -> Checkpoint:
-        """Return the state dict at the dotted ``key``; "" means the whole, with tensors and extra states alone."""
+        """Return the state dict at the dotted ``key``; for "", the file itself must be one."""
         found = [*islice(_at_key(self.value, key, set()), 1)] if key else [self.value]
         if not found:
             raise no_key(self.path, key, self.value if isinstance(self.value, dict) else ())
@@ -110,7 +110,7 @@ def read(path: Path, key: str = "") -> Checkpoint:
 
 
 def read_one(path: Path, name: str, base: int = 0, length: int | None = None) -> Slice:
-    """Return the only tensor in what ``open_file`` opens, under the name ``name``."""
+    """Return the tensor, to be called ``name``, that ``torch.save`` wrote alone into a file."""
     file = open_file(path, base, length)
     if isinstance(file.value, Slice):
         return file.slice(name, file.value)
@@ -147,9 +147,7 @@ class _Window:
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         at += {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
         if at < 0:
-            raise OSError(
-                "its table of contents (zip's central directory) lies outside the archive"
-            )
+            raise OSError("its table of contents (zip's central directory) begins before the file")
         self._at = at
         return at
 
@@ -161,7 +159,7 @@ class _Window:
     def bytes_at(self, at: int, size: int, most: int) -> bytes:
         inside = max(0, min(size, self.length - at)) if at >= 0 else 0
         if inside > most:
-            what = f"the directory or pickle has {inside:,} bytes, more than the {most:,} that weighin reads"
+            what = f"its pickle or zip directory has {inside:,} bytes; weighin reads {most:,}"
             raise CheckpointError(f"{self.path}: {what}", foreign.SHARDS)
         return os.pread(self.descriptor, inside, self.base + at) if inside else b""
 
@@ -170,7 +168,7 @@ def _open_archive(window: _Window) -> TorchFile:
     path, records = window.path, _records(window)
     texts = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(texts) != 1:
-        what = f"the archive holds {len(texts)} files data.pkl, but a checkpoint of torch has one"
+        what = f"its zip archive has {len(texts)} files data.pkl, but torch.save writes one"
         raise CheckpointError(f"{path}: {what}", foreign.RESAVE)
     root = texts[0].removesuffix("data.pkl")
     order = records.get(f"{root}byteorder")
@@ -219,7 +217,7 @@ def _records(window: _Window) -> dict[str, Record]:
         # Only ASCII's case, as torch.load ignores it.
         lower = name.encode("utf-8", "surrogatepass").lower()
         if (other_name := folded.setdefault(lower, name)) != name or name in records:
-            what = f"{shows} and record {shown(other_name)} have one name for torch.load"
+            what = f"torch.load cannot tell {shows} from record {shown(other_name)}"
             raise foreign.damaged(path, what)
         lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         at = info.header_offset + _LOCAL_BYTES + lengths
@@ -237,7 +235,7 @@ def _records(window: _Window) -> dict[str, Record]:
 def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
     magic, version, system = (pickles.load(path, file).value for _ in range(3))
     if (magic, version) != (MAGIC, VERSION):
-        what = f"of another version than {VERSION}, which this weighin reads"
+        what = f"its format has another version than {VERSION}, the only one that weighin reads"
         raise CheckpointError(f"{path}: {what}", foreign.resaving(path))
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError(f"{path}: {_BIG_ENDIAN}", foreign.resaving(path))
@@ -335,7 +333,7 @@ def _sizes(value: Any) -> dict[str, int]:
 
 
 def with_key(sizes: Mapping[str, int]) -> str:
-    """Return the advice to select one of the three largest state dicts of these bytes; "" for none."""
+    """Return advice to select one of the three largest state dicts; ``sizes`` has the bytes of each."""
     from weighin.units import format_bytes  # imports decimal, which few loads need
 
     usual = (place for place in sizes if sizes[place] and len(place) <= _LONGEST_KEY)
@@ -360,8 +358,8 @@ def all_empty(path: Path) -> CheckpointError:
     """Return the exception for a checkpoint whose tensors are all empty, as in ZeRO-3's model states."""
     if is_beside_weights(path):
         return CheckpointError(
-            f"{path}: all tensors are empty: ZeRO-3 keeps the weights in *{_OPTIM_STATES}",
-            f"give the folder of all its files: {path if path.is_dir() else path.parent}",
+            f"{path}: all tensors are empty, because ZeRO-3 keeps the weights in *{_OPTIM_STATES}",
+            f"give the folder of all files: {path if path.is_dir() else path.parent}",
         )
     return CheckpointError(
         f"{path}: all tensors have 0 elements, so the checkpoint holds no weights",

@@ -3,7 +3,7 @@
 ``from_pretrained`` decides everything but the bytes: while a load of this thread runs, transformers'
 functions that read files (private ones: see ``_install``) hand out ``Lazy`` tensors. One that is only
 renamed gets its memory at once, and its values, with all others, when transformers has placed the last
-one. One that transformers' operations convert is read when they ask for it; ``conversions`` fills some
+one. A tensor that transformers converts is read when the conversion needs it; ``conversions`` fills some
 results piece by piece. Other threads, and files that weighin cannot read, get the original functions,
 and so the library's own protection against pickles that run code.
 """

@@ -152,7 +152,7 @@ def _with_holes(path: Path, tensors: Plans, *, alone: bool = False) -> list[_Hol
 
 def _write_pt(target: Path, tensors: Plans, pieces: Pieces | None, *, alone: bool = False) -> None:
     if len(tensors) > _MOST_PT_TENSORS:
-        what = f"{len(tensors):,} tensors are more than the {_MOST_PT_TENSORS:,} that weighin reads"
+        what = f"{len(tensors):,} tensors; weighin reads at most {_MOST_PT_TENSORS:,}"
         repair = "write them in safetensors: --format safetensors"
         raise FormatLimit(f"{what} in one file of torch.save", repair)
     _fill(target, _with_holes(target, tensors, alone=alone), pieces)
@@ -168,15 +168,15 @@ def _write_safetensors(target: Path, tensors: Plans, pieces: Pieces | None) -> N
         begins[plan.name] = at
         at += plan.nbytes
     if reserved := ({METADATA} & {*names}) | ({FORMAT} & ties.keys()):
-        what = f"a tensor has the name {min(reserved)!r}, which is reserved in the header"
+        what = f"a tensor is called {min(reserved)!r}, a name that safetensors reserves"
         raise ConfigError(what, _AS_PT)
     kinds = {torch_name: name for name, torch_name in DTYPES.items()}
     header: dict[str, Any] = {METADATA: {FORMAT: "pt", **ties}}
     for plan in stored:
         kind = dtype_name(plan.dtype)
         if kind not in kinds or (not plan.shape and kind in PACKED):
-            scalars = " for a single element" if kind in kinds else ""
-            what = f"tensor {shown(plan.name)}: safetensors has no dtype {plan.dtype}{scalars}"
+            scalars = " for a tensor of one element without a shape" if kind in kinds else ""
+            what = f"tensor {shown(plan.name)}: safetensors cannot store {plan.dtype}{scalars}"
             raise ConfigError(what, _AS_PT)
         begin, numbers = begins[plan.name], PACKED.get(kind, 1)
         header[plan.name] = {
@@ -316,7 +316,7 @@ def _write_tensorizer(target: Path, tensors: Plans, pieces: Pieces | None) -> No
         for plan in stored
     )
     if needed > _TENSORIZER_INDEX_BYTES:
-        what = f"the names of {len(stored):,} tensors take up to {needed:,} bytes in the index, for which"
+        what = f"the names of {len(stored):,} tensors need {needed:,} bytes in the index, where"
         repair = "leave the strategy tensorizer out: --strategies streaming,safetensors_mmap"
         raise FormatLimit(f"{what} tensorizer reserves {_TENSORIZER_INDEX_BYTES:,}", repair)
     writer = TensorSerializer(str(target))

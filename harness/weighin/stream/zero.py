@@ -94,8 +94,8 @@ def _read_universal(path: Path) -> Checkpoint:
         stored[name] = where = pickled.slice(name, tensor)
         if tensor is value:  # ZeRO 3 wrote the weight without its shape
             if name not in shapes:
-                what = f"a flat tensor of {prod(where.shape):,} elements"
-                raise _refused(where.file, f"{what}, whose shape is in no *_model_states.pt")
+                what = f"has a flat tensor of {prod(where.shape):,} elements"
+                raise _refused(where.file, f"{what}, but no *_model_states.pt has its shape")
             stored |= laid_out(where.file, {name: shapes[name]}, [[where]])
     found = Checkpoint(stored.values())
     if states:  # each of several files has a part of the module
@@ -198,7 +198,7 @@ def _shapes(value: Any) -> dict[str, Shape]:
 def _trained(states: _ModelStates, shares: Sequence[_Share]) -> dict[str, Slice]:
     folder, groups = states.file.parent, states.groups or []
     if len({(one.is_stage_3, len(one.flats)) for one in shares}) != 1:
-        raise _refused(folder, "the ranks saved with different stages or groups of ZeRO")
+        raise _refused(folder, "the ranks' files have different stages or parameter groups of ZeRO")
     rows = [one.flats for one in shares]
     if shares[0].is_stage_3:  # each rank has a part of every parameter
         every = {name: shape for group in groups for name, shape in group.items()}
@@ -222,7 +222,7 @@ def laid_out(
     flats = [one for row in rows for one in row]
     for one in flats:
         if len(one.shape) != 1 or not one.contiguous or one.dtype_name != flats[0].dtype_name:
-            raise _refused(one.file, f"{shown(one.name)} is not a flat tensor of the others' dtype")
+            raise _refused(one.file, f"{shown(one.name)} is not flat, or of another dtype")
     stored, at = {}, 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         if not is_sizes((padding,)):
@@ -282,12 +282,12 @@ def _by_rank(path: Path, pattern: str, ranks: int | None = None) -> list[Path]:
     numbers = [rank for rank, _ in found]
     some = found[0][1] if found else "mp_rank_00_model_states.pt"
     if ranks is not None and not (is_sizes((ranks,)) and ranks):
-        raise _refused(path / some, "the number of ranks is impossible")
+        raise _refused(path / some, "names an impossible number of ranks")
     needed = range(min(ranks or 1, 1000 + len(found)))  # a crafted number may be endless
     if absent := [rank for rank in needed if rank not in numbers]:
         missing = few([re.sub(_RANK, rf"\g<of>{rank}_", some) for rank in absent])
-        repair = "copy them here: each machine of a training may have kept its own ranks' files"
-        raise _refused(path, f"files of some ranks are missing: {missing}", repair)
+        repair = "copy them here; in a training on several machines, each may have kept its own ranks' files"
+        raise _refused(path, f"the files of some ranks are missing: {missing}", repair)
     odd = [name for rank, name in found if numbers.count(rank) > 1 or rank >= (ranks or rank + 1)]
     if odd:
         what = f"two runs wrote their files into this folder: {few(odd)}"
@@ -306,7 +306,7 @@ def _without_values(folder: Path, name: str) -> CheckpointError:
         f"{_COPY}; if the optimizer does not train this weight, save the whole model from"
         " the training code: engine.save_16bit_model(FOLDER)"
     )
-    return _refused(folder, f"no file has the values of {shown(name)}", repair)
+    return _refused(folder, f"no file has values for the weight {shown(name)}", repair)
 
 
 def _refused(path: Path, what: str, repair: str = _COPY) -> CheckpointError:
