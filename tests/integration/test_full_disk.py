@@ -67,8 +67,8 @@ def test_a_cache_without_room_for_a_checkpoint_is_told_before_anything_is_writte
     assert (ended.code, ended.out, ended.left) == (2, "", [])
     assert re.sub(r"\d+\.\d+ ([MK]iB)", r"N \1", ended.err).splitlines()[-2:] == [
         f"error: the pt checkpoint of gpt2-tiny needs N MiB, but only N KiB are free in {small}",
-        "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
-        " weighin cache clear",
+        "put the cache on another disk (WEIGHIN_CACHE=/path weighin ...), or empty the cache"
+        " (weighin cache clear)",
     ]
     assert not (command.folder / "run").exists()
     made = {path for path in small.rglob("*") if path.is_file() and path.suffix != ".lock"}

@@ -98,8 +98,8 @@ def test_a_disk_one_byte_too_small(monkeypatch: pytest.MonkeyPatch, root: Path) 
     assert caught.value.message.startswith("the pt checkpoint of tied-tiny needs ")
     assert caught.value.message.endswith(f" are free in {root}")
     assert caught.value.repair == (
-        "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
-        " weighin cache clear"
+        "put the cache on another disk (WEIGHIN_CACHE=/path weighin ...), or empty the cache"
+        " (weighin cache clear)"
     )
     assert names(root / "models") == []
     assert cache.ensure(TIED, "pt").made
@@ -155,7 +155,7 @@ def test_whoever_waits_for_another_is_told_so(root: Path) -> None:
         lock.release()
 
     cache.ensure(TIED, "pt", progress=progress)
-    assert said == [f"waiting for another weighin process that uses {entry}"]
+    assert said == [f"waiting for another weighin process, which uses {entry}"]
 
 
 @pytest.mark.usefixtures("in_process")

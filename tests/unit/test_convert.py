@@ -78,14 +78,14 @@ def test_nothing_is_converted_onto_what_is_there(source: Path, name: str, kind: 
     assert refused(convert, source, taken, dtype="bfloat16").startswith(f"{taken} exists already\n")
     if kind == "folder" and name in ("itself", "a link"):
         assert refused(convert, source, taken / "new") == (
-            f"{taken}/new is inside {source}\nname a target outside of the source"
+            f"{taken}/new is inside {source}\nchoose a target outside of the source"
         )
     assert snapshot(source.parent) == before
 
 
 def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
     torch.save({}, path := tmp_path / "empty.pt")
-    assert refused(convert, path, tmp_path / "new", "dcp").startswith(f"{path}: no tensors in it\n")
+    assert refused(convert, path, tmp_path / "new", "dcp").startswith(f"{path}: has no tensors\n")
     assert names(tmp_path) == ["empty.pt"]
 
 
@@ -207,7 +207,7 @@ def drop_key(target: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (change_value, "other values than the source in head"),
+        (change_value, "other values than the source, such as in head"),
         (drop_key, "other names, shapes, dtypes or ties than the source"),
     ],
 )
@@ -217,7 +217,7 @@ def test_verify_finds_a_single_wrong_byte_and_a_missing_key(
     convert(source, source.with_name("sound"), verify=True)
     altered(monkeypatch, harm)
     said = refused(convert, source, source.with_name("new"), verify=True)
-    assert said.startswith(f"new: the written checkpoint has {words}; it was removed\n")
+    assert said.startswith(f"new: read back, the new checkpoint has {words}; weighin removed it\n")
     assert names(source.parent) == ["model.pt", "sound"]
 
 

@@ -46,7 +46,7 @@ def planned(folder: Path, run: Path) -> Path:
 def test_code_is_refused_unless_it_is_trusted(folder: Path, tmp_path: Path) -> None:
     message, repair = refused(registry.model, str(folder)).split("\n")
     assert message == (
-        f"the model of {folder} needs the Python code in this folder (auto_map in config.json)"
+        f"the model of {folder} needs Python code of this folder (auto_map in config.json)"
     )
     assert "add --trust-remote-code to run it" in repair
     assert not (tmp_path / "modules").exists()
@@ -99,7 +99,7 @@ def test_code_that_changed_after_the_plan_is_not_run(folder: Path) -> None:
     kwargs = registry.model(str(folder), choice=TRUSTED).kwargs
     with (folder / "modeling_tiny.py").open("a") as file:
         file.write("raise SystemExit\n")
-    changed = "the model's code was changed after this run was planned"
+    changed = "the model's code changed after this run began"
     assert changed in refused(from_config, **kwargs)
 
 
@@ -114,14 +114,14 @@ def test_another_repositorys_code_that_is_in_the_folder_is_run(folder: Path) -> 
     assert type(from_trusted(folder, auto_map=auto_map)).__name__ == "TinyForCausalLM"
 
 
-NOT_HERE = "which 'auto_map' in config.json names as module.class, is not in"
+NOT_HERE = "but this folder lacks its module"
 ELSEWHERE = {
     "of a folder above": ({"auto_map": {"AutoModel": "../../evil.TinyForCausalLM"}}, NOT_HERE),
     "of a folder inside": ({"auto_map": {"AutoModel": "inside/evil.TinyForCausalLM"}}, NOT_HERE),
     "of a package": ({"auto_map": {"AutoModel": "a.b.TinyForCausalLM"}}, NOT_HERE),
     "of no module": ({"auto_map": {"AutoModel": ".TinyForCausalLM"}}, NOT_HERE),
-    "of a repository": ({"auto_map": {"AutoModel": "o/n--other.TinyForCausalLM"}}, "is not in this folder"),
-    "of another class": ({"architectures": ["OtherForCausalLM"]}, "config.json names no code of the class 'OtherForCausalLM' in 'auto_map'"),
+    "of a repository": ({"auto_map": {"AutoModel": "o/n--other.TinyForCausalLM"}}, "but this folder lacks its module"),
+    "of another class": ({"architectures": ["OtherForCausalLM"]}, "'auto_map' in config.json has no entry for the class 'OtherForCausalLM'"),
 }  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_a_plan_with_damaged_code_is_refused(folder: Path, tmp_path: Path, code:
     plan = json.loads((run / "plan.json").read_text())
     plan["cells"][0]["model"]["kwargs"]["code"] = code
     (run / "plan.json").write_text(json.dumps(plan))
-    assert "lacks folder, sha256, or has another type" in refused(resume, run)
+    assert "missing or has the wrong type; it needs folder, sha256" in refused(resume, run)
 
 
 def test_a_resumed_run_takes_no_new_flag(folder: Path, tmp_path: Path) -> None:

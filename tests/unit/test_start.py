@@ -106,12 +106,12 @@ def test_a_strategy_that_reads_another_part_or_format_than_the_run_starts_nothin
     here: Path,
 ) -> None:
     assert refused(training, "ema") == (
-        "with its option --key=ema, strategy streaming must read your own file, but this run would make it a copy\n"
-        "give the run the same part and format: --checkpoint PATH --key=ema, without --format"
+        "strategy streaming has the option --key=ema, for which it must read your own file, but this run would convert it\n"
+        "give the option to the whole run, and leave --format out: --checkpoint PATH --key=ema"
     )
     alone = [{"name": "baseline", "options": {"key": "model"}}]
     said = [refused(started, strategies=alone), refused(training, "model", format="safetensors")]
-    assert all(one.startswith("with its option --key=model, strategy ") for one in said)
+    assert all("has the option --key=model, for which it must read" in one for one in said)
     assert not (here / "run").exists()
 
 
@@ -153,8 +153,8 @@ def test_a_user_without_a_home_starts_and_resumes_a_run(monkeypatch: pytest.Monk
     monkeypatch.setenv("WEIGHIN_CACHE", "~nobody-of-this-name/cache")
     assert resume(started().folder).planned
     text = refused(temporary_folders.folder)
-    assert text.startswith("there is no folder for weighin's cache: ")
-    assert text.endswith("name a folder: WEIGHIN_CACHE=/path weighin ...")
+    assert text.startswith("weighin has no folder for its cache: ")
+    assert text.endswith("name a folder for it: WEIGHIN_CACHE=/path weighin ...")
 
 
 @given(cells=st.integers(0, 60), count=st.integers(1, 12))

@@ -78,7 +78,7 @@ def test_the_structure_of_a_large_model_is_short(tmp_path: Path) -> None:
     ["", "no", "e30=", base64.b64encode(zlib.compress(b'[["a"],[0],[0],[["os",1]]]')).decode()],
 )
 def test_another_string_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a list of a checkpoint's tensors"):
+    with pytest.raises(ConfigError, match="does not describe the tensors of a checkpoint"):
         from_tensors(tensors=text)
 
 

@@ -160,7 +160,7 @@ def test_a_users_process_keeps_its_modules_and_is_told_what_to_mend(
     ended = torch_fork_server.run(USERS_OWN, folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == (
-        "the package transformers, which this model needs, cannot be imported: RuntimeError: operator"
+        "this model needs the package transformers, which cannot be imported: RuntimeError: operator"
         " torchvision::nms does not exist\ninstall the torchvision that was built for this torch, or"
         " remove it: pip uninstall torchvision\n"
     )

@@ -70,7 +70,7 @@ def ensure(
     progress: Report | None = None,
     python_path: Sequence[str] = (),
 ) -> Prepared:
-    """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it, or it was changed.
+    """Return a checkpoint of ``model`` in format ``fmt``; write one if the cache has none, or a changed one.
 
     A user's own ``checkpoint`` is compared with the model at its first use and after a change of the file,
     the model or ``selection``, and is converted as ``generate.index`` tells. ``dtype`` is that of the loads.
@@ -91,7 +91,7 @@ def ensure(
     manifest, marker = entry / _MANIFEST, entry / f"{fmt}.json"
     used = manifest if in_place else marker
     report = progress or (lambda _text, _share: None)
-    waiting = f"waiting for another weighin process that uses {entry.name}"
+    waiting = f"waiting for another weighin process, which uses {entry.name}"
     with _locked(entry, lambda: report(waiting, None)):
         entry.mkdir(parents=True, exist_ok=True)
         temporary_folders.remove_orphans(entry, _TEMPORARY)
@@ -117,8 +117,8 @@ def ensure(
                         "space": (
                             str(temporary_folders.folder()),
                             f"the {fmt} checkpoint of {model.name}",
-                            "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or"
-                            " empty the cache: weighin cache clear",
+                            "put the cache on another disk (WEIGHIN_CACHE=/path weighin ...), or"
+                            " empty the cache (weighin cache clear)",
                         ),
                     }
                     run_child(request, report=partial(report, text), python_path=python_path)
@@ -128,7 +128,7 @@ def ensure(
                     entry.rmdir()
                 raise
         os.utime(used)  # the time of this use
-    was = f"the cached checkpoint in {entry / fmt} was replaced: its files were changed or removed"
+    was = f"{entry / fmt}: files of this cached checkpoint were changed or lost, so it was written again"
     path = checkpoint if in_place and checkpoint else formats.checkpoint_in(entry, fmt)
     warnings = (was,) if found and not is_whole else ()
     return Prepared(path, manifest, fmt, not is_whole, in_place, warnings)
@@ -206,7 +206,7 @@ def discard(entry: Path, fmt: str) -> None:
 
 @contextmanager
 def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Lock one entry within the context; ``waiting`` is called if another process has the lock."""
+    """Lock one entry within the context. If another process has the lock, call ``waiting``, and wait."""
     path = temporary_folders.folder() / "locks" / f"{entry.name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,16 +226,16 @@ def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def list_entries(name: str | None = None) -> list[dict[str, Any]]:
-    """Return the checkpoints of the cache, or of a model or entry ``name``, the last used first, as ``--json`` does.
+    """Return what the cache has, all or of the model or entry ``name``, last used first, as ``--json`` does.
 
-    The manifest of a user's own file has the format "index".
+    A user's own file, of which the cache has only a manifest, has the format "index".
     """
     found = [each for entry in _entries(name) for each in _checkpoints(entry)]
     return [stored for _, stored in sorted(found, key=itemgetter(0), reverse=True)]
 
 
 def clear(name: str | None = None) -> list[dict[str, Any]]:
-    """Remove what ``list_entries`` lists, and return it; wait for children that are writing there."""
+    """Remove what ``list_entries(name)`` returns, and return it; wait for other processes that write there."""
     removed: list[dict[str, Any]] = []
     for entry in _entries(name):
         with _locked(entry, lambda: None):

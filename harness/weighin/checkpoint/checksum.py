@@ -26,10 +26,10 @@ _computing = threading.Lock()
 # In which loads have floating-point weights.
 CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
 PIECE_ELEMENTS: Final = CHUNK_BYTES
-"""The elements of a tensor's piece: 16 MiB in float32; in any dtype whole chunks, for ``RunningChecksum``."""
+"""How many elements a piece has: 16 MiB in float32, and whole chunks of ``RunningChecksum`` in any dtype."""
 
 Sums = dict[str, dict[str, str]]
-"""The checksums of tensors, by name and dtype; several threads set one item each."""
+"""The checksums of tensors, by name and dtype. Threads may set different items at the same time."""
 
 
 def checksum(tensor: torch.Tensor) -> str:

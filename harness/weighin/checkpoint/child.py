@@ -17,7 +17,7 @@ def run_child(
     """Run a child to its end with a request; return the fields of its event ``done``.
 
     The request's ``space`` has a folder, what is written there, and the repair if its disk lacks space.
-    ``report`` is called with the share done. HarnessError: the child sent one, or was killed.
+    ``report`` gets the share done. Raises HarnessError if the child sent one, failed or was killed.
     """
     command = child_process.module("weighin.checkpoint")
     with child_process.Child(command, child_process.environment(python_path)) as child:
@@ -31,11 +31,11 @@ def run_child(
         lines = child_process.printed_lines(child.printed)[-3:]
     end = f"ended with exit code {code}"
     repair = (
-        "if the model's builder raised this, correct it; if it is out of memory, give a smaller"
-        " model (weighin predict tells its memory)"
+        "if the model's builder raised this, correct the builder; if memory ran out, choose a smaller"
+        " model (weighin predict tells how much a model needs)"
     )
     if code < 0:
         end = f"was killed by {signal.Signals(-code).name}"
-        repair = "run it again; if the kernel killed it (see `dmesg`), free some memory first"
+        repair = "run weighin again; if the kernel did it (see `dmesg`), free some memory first"
     output = f": {' | '.join(line.strip() for line in lines)}" if lines else ""
     raise CheckpointError(f"the process that prepares the checkpoint {end}{output}", repair)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     Source = tuple[Plans, Callable[[str], Iterator[torch.Tensor]], int, dict[str, Any]]
-    """The tensors to write, what reads one, the bytes to read, and what to tell the user of the source."""
+    """The tensors to write, the function that reads one, the bytes to read, and notes on the source."""
 
 AUTO: Final = "auto"
 _SUFFIXES: Final = {
@@ -63,7 +63,7 @@ class Conversion:
         request = {
             "verb": "convert",
             "conversion": to_builtins(chosen, enc_hook=str),
-            "space": (str(self.target.parent), str(self.target), "name a target on another disk"),
+            "space": (str(self.target.parent), str(self.target), "choose a target on another disk"),
         }
         done: dict[str, Any] = {}
         started = monotonic()
@@ -99,15 +99,15 @@ class Conversion:
         target, folder = self.target, self.target.parent
         if os.path.lexists(target):
             what = f"{target} exists already"
-            raise ConfigError(what, "name another target, or first remove the existing one")
+            raise ConfigError(what, "choose another target, or remove the existing one first")
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder", f"create the folder: mkdir -p {folder}")
         if self.source.resolve() in target.resolve().parents:
             what = f"{target} is inside {self.source}"
-            raise ConfigError(what, "name a target outside of the source")
+            raise ConfigError(what, "choose a target outside of the source")
         if len(os.fsencode(target.name)) > (most := os.pathconf(folder, "PC_NAME_MAX")):
-            repair = f"give it a name of at most {most} bytes"
-            raise ConfigError("the target's name is too long", repair)
+            repair = f"choose a name of at most {most} bytes"
+            raise ConfigError("the disk does not allow a name as long as the target's", repair)
 
     def write(
         self, permit: Callable[[int, int], None] = lambda _to_write, _to_read: None
@@ -210,7 +210,7 @@ class Conversion:
 
 
 def _verify(new: Path, tensors: Plans, sums: Mapping[str, Mapping[str, str]]) -> None:
-    """Read the new checkpoint from the disk, and compare every tensor with the values written."""
+    """Read the new checkpoint back from the disk, and compare every tensor with what was written."""
     from weighin.checkpoint.reader import checksum_of, plans
     from weighin.stream.write import run_parallel
 
@@ -226,21 +226,21 @@ def _verify(new: Path, tensors: Plans, sums: Mapping[str, Mapping[str, str]]) ->
         run_parallel(partial(check, where) for where in slices if where.name in sums)
         if not wrong:
             return
-        what = f"values than the source in {', '.join(sorted(wrong)[:3])}"
+        what = f"values than the source, such as in {', '.join(sorted(wrong)[:3])}"
     raise CheckpointError(
-        f"{new.name}: the written checkpoint has other {what}; it was removed",
+        f"{new.name}: read back, the new checkpoint has other {what}; weighin removed it",
         "test this machine's disk and memory for faults, then run weighin convert again",
     )
 
 
 def format_for(target: Path, fmt: str) -> str:
-    """Return the format to write into ``target``; for ``AUTO``, the one of its suffix, or a folder of shards."""
+    """Return the format to write. ``AUTO`` is that of the target's suffix; without a suffix, shards."""
     suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
     expected = _SUFFIXES.get(suffix, "")
     if fmt == AUTO and not suffix and re.fullmatch(r"\.[A-Za-z]{1,12}", target.suffix):
         raise ConfigError(
-            f"{target}: no format of checkpoints has the suffix {target.suffix}",
-            f"end the name in .safetensors or .pt; to write a folder of shards named {target.name}, add"
+            f"{target}: weighin writes no format with the suffix {target.suffix}",
+            f"use the suffix .safetensors or .pt; or, for a folder of shards called {target.name}, add"
             " --format sharded",
         )
     if fmt == AUTO:
@@ -249,8 +249,8 @@ def format_for(target: Path, fmt: str) -> str:
     if suffix and fmt != expected:
         raise ConfigError(
             f"{target}: {suffix} is the suffix of format {expected}, but --format says {fmt}",
-            f"to write {expected}, leave --format out; for the format of --format, name the"
-            f" target {target.name[: -len(suffix)]}{own}",
+            f"to write {expected}, leave --format out; to write {fmt}, call the target"
+            f" {target.name[: -len(suffix)]}{own}",
         )
     return fmt
 

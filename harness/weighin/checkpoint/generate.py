@@ -43,7 +43,7 @@ _SCALES: Final = frozenset({"weight", "scale", "gamma"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A model's tensor; of equal values, ``place`` is equal. No load converts one that ``is_kept``."""
+    """A tensor of a model. Tied tensors have an equal ``place``; no load converts a tensor that ``is_kept``."""
 
     name: str
     tensor: torch.Tensor
@@ -83,13 +83,13 @@ def describe(spec: ModelSpec, dtype: torch.dtype | None = None) -> dict[str, Des
         if torch.nn.parameter.is_lazy(value) or value is not own.get(name):
             raise ConfigError(
                 f"builder {builder}: {name!r} is neither a parameter nor a buffer of a known shape",
-                "name another builder: weighin cannot measure a model with state-dict hooks, extra"
-                " state or lazy modules that no input has reached; or run the model once in the builder",
+                "choose a builder whose model has no state-dict hooks and no extra state; if it has lazy"
+                " modules, run the model once in the builder",
             )
     if not own:
         raise ConfigError(
             f"builder {builder}: the model has no parameters and no buffers",
-            "name a builder whose model has weights: --model package.module:callable",
+            "choose a builder whose model has weights: --model package.module:callable",
         )
     return describe_model(model, dtype if getattr(model, "keeps_dtypes", False) else None)
 
@@ -162,7 +162,7 @@ def _write_manifest(
             raise CheckpointError(
                 f"{source}: {one.name!r} and {first!r} are one tensor in the model, but have"
                 " different values in the file",
-                "choose the model from which this checkpoint was saved",
+                "choose the model from which the checkpoint was saved",
             )
         entries.append(one.entry(sums[one.name], in_file.get(first)))
     manifest = Manifest(spec.name, spec.builder, source, tuple(entries), keys)
@@ -180,7 +180,7 @@ def make(
 ) -> Manifest:
     """Write a checkpoint, in the model's published dtype, and its manifest into an empty folder.
 
-    ``permit`` is called before with upper bounds of the bytes to write, and of those to read.
+    Before, ``permit`` gets upper bounds of the bytes to write and of those to read.
     """
     formats.suffix_of(fmt)  # raises for a format that is not written
     construct.map_large_tensors()
@@ -206,7 +206,7 @@ def index(
     selection: Selection = WHOLE,
     permit: Callable[[int, int], None] = lambda _to_write, _to_read: None,
 ) -> Manifest:
-    """Write the manifest of a user's checkpoint, and the checkpoint as ``fmt``, if it has more or another format.
+    """Write the manifest of a user's checkpoint, and the checkpoint as ``fmt`` unless it can be loaded as it is.
 
     Tensors are read piece by piece, but a Hugging Face folder is loaded in ``dtype`` by its own library.
     """

@@ -124,7 +124,7 @@ def expected(
     sizes: dict[str, int],
     storages: tuple[int, int] | None = None,  # None: of converted files, without unused bytes
 ) -> Iterator[Document]:
-    """Yield the expected memory, by its constant PEAK, of each strategy that loads in one process."""
+    """Yield the memory to expect of each strategy that loads in one process, from its constant PEAK."""
     total, largest = sum(sizes.values()), max(sizes.values(), default=0)
     layers: Counter[str] = Counter()
     for name, size in sizes.items():
@@ -157,11 +157,11 @@ def expected(
 def _notes(
     path: Path, root: Path, slices: Checkpoint, unused_bytes: int, found: quantised.Quantised | None
 ) -> Iterator[str]:
-    """Yield what distinguishes the checkpoint from a plain dict of tensors."""
+    """Yield notes on what makes the checkpoint more than a plain dict of tensors."""
     if unused_bytes:
         yield (
-            f"{format_bytes(unused_bytes)} of the files belong to no tensor, and torch.load reads them"
-            " too: torch.save writes the whole storage of a slice. Write the tensors alone: weighin convert"
+            f"{format_bytes(unused_bytes)} of the files belong to no tensor, but torch.load reads them, too:"
+            " torch.save wrote the whole storage of a slice. To write the tensors alone: weighin convert"
             f" {one_line(str(path))} NEW.safetensors; or save slice.clone()"
         )
     if slices.values:
@@ -210,8 +210,8 @@ def tables(found: Document, *, show_all: bool = False) -> list[Table | str]:
         *lines,
         *found["notes"],
         Table.of(heads, needs, names=2, title="expected peak of a load on the CPU"),
-        "The expected peaks are computed from sizes, not measured, and leave out the memory of"
-        " `import torch`. weighin bench measures them.",
+        "These peaks are computed from sizes, and leave out the memory of `import torch`. To measure"
+        " them, run weighin bench.",
     ]
 
 

@@ -56,7 +56,7 @@ class Manifest:
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest in a file; CheckpointError if it is missing, damaged, or of another version."""
-    repair = "delete this file; the next run creates it again"
+    repair = "delete this file; the next run writes it again"
     try:
         fields = json.loads(path.read_text())
         if fields.pop("schema") != SCHEMA:

@@ -19,7 +19,7 @@ _WHOLE: Final = threading.Lock()
 
 
 def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
-    """Yield the elements in row-major order, in flat pieces; the next may overwrite the last."""
+    """Yield the elements in row-major order, in flat pieces. The next piece may overwrite the last one."""
     if where.nbytes == 0:
         return
     if where.parts or where.fill:  # in several blocks, or computed
@@ -50,7 +50,7 @@ def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
 
 
 def bytes_to_read(slices: Iterable[Slice]) -> int:
-    """Return the size of tensors in their files; tied ones count once."""
+    """Return the size of tensors in their files; a tied tensor counts once."""
     stored = {one.place: one.storage_bytes if one.encoding else one.nbytes for one in slices}
     return sum(stored.values())
 

@@ -28,8 +28,8 @@ def folder() -> Path:
         return Path(chosen or f"{caches}/weighin").expanduser().absolute()
     except RuntimeError as error:  # such as a user who is not in /etc/passwd, without HOME
         raise ConfigError(
-            f"there is no folder for weighin's cache: {str(error).rstrip('.').lower()}",
-            "name a folder: WEIGHIN_CACHE=/path weighin ...",
+            f"weighin has no folder for its cache: {str(error).rstrip('.').lower()}",
+            "name a folder for it: WEIGHIN_CACHE=/path weighin ...",
         ) from None
 
 
@@ -60,7 +60,7 @@ def check_space(folder: Path, what: str, needed_bytes: int, repair: str) -> None
 
 @contextmanager
 def own_folder(root: Path, prefix: str = "") -> Iterator[Path]:
-    """Yield a new folder in ``root``, and remove it at the end; before that, those of killed processes."""
+    """Remove killed processes' folders in ``root``, yield a new one, and remove it at the end."""
     root.mkdir(parents=True, exist_ok=True)
     remove_orphans(root, prefix)
     descriptor = None

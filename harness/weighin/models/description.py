@@ -44,14 +44,14 @@ def spec_of(folder: hf.PretrainedFolder, selection: Selection = WHOLE) -> ModelS
 
 
 def ask(path: Path, **choices: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a GGUF file's or folder's model, from a child; raise the HarnessError that it sends."""
+    """Ask a child for the arguments of a file's or folder's model; raise the HarnessError that it sends."""
     text = json.dumps({"path": str(path), **choices})
     command = child_process.module("weighin.models.description", text)
     answer, why = foreign.once(
         text, lambda: child_process.ask(command, child_process.environment())
     )
     if not answer:
-        what = f"{path}: the process that asks transformers for the model's class failed"
+        what = f"{path}: transformers could not be asked for the model's class"
         repair = f"install transformers again: {install.command('hf')}"
         raise CheckpointError(f"{what}: {one_line(why)}", repair)
     return child_process.fields_of(answer)
@@ -86,7 +86,7 @@ def described(folder: hf.PretrainedFolder, selection: Selection) -> dict[str, An
 
 
 def _dtype_in(folder: hf.PretrainedFolder, slices: Sequence[Slice]) -> str:
-    """Return the dtype that transformers takes if ``config.json`` names none: the index's, or the first tensor's."""
+    """Return the dtype of transformers if ``config.json`` names none: the index's, or the first tensor's."""
     index = folder.checkpoint
     if index == folder.path:  # shards with the usual index
         index = next(file for file in hf.candidates(index) if file.name.endswith(".index.json"))
@@ -175,16 +175,16 @@ def chosen_class(folder: hf.PretrainedFolder) -> tuple[str, dict[str, str] | Non
         return wanted, None
     if hf.AUTO_MAP in config and not choice.trust_remote_code:
         raise ConfigError(
-            f"the model of {folder.path} needs the Python code in this folder ({hf.AUTO_MAP} in config.json)",
+            f"the model of {folder.path} needs Python code of this folder ({hf.AUTO_MAP} in config.json)",
             "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict,"
             " recommend, convert; in Python: trust_remote_code=True)",
         )
     if has_code:
         hf.auto_class(config, wanted)  # raises the error, because the code is missing
     file, shown = folder.path / hf.CONFIG, one_line(str(kind))
-    what = f"transformers has no {one_line(wanted)} for the model type {shown} in {file}"
+    what = f"{file} has the model type {shown}, for which transformers has no {one_line(wanted)}"
     if kind is None and not folder.architectures and not choice.model_class:
-        what = f"{file} names neither 'architectures' nor 'model_type'"
+        what = f"{file} has neither 'architectures' nor 'model_type'"
     classes = list(dict.fromkeys(name for names in known.values() for name in names))
     raise ConfigError(what, f"{_NAME_IT}, one of {few(classes, 6)}" if classes else _NAME_IT)
 
@@ -209,7 +209,7 @@ def described_gguf(file: Path) -> dict[str, Any]:
     found = gguf.read(file)
     gguf.check_decoded(found)
     if len(parts := found.files) > 1:
-        what = f"one of {len(parts)} parts of a model; transformers reads only whole GGUF files"
+        what = f"one of {len(parts)} parts of a model, but transformers reads only whole GGUF files"
         repair = f"join the parts with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf"
         raise CheckpointError(f"{file}: {what}", repair)
     with extra("gguf,hf", f"{file}: a model in a GGUF file"):
@@ -228,7 +228,7 @@ def described_gguf(file: Path) -> dict[str, Any]:
     except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         what = f"{file}: transformers has no configuration for the architecture {name!r}"
         reason = one_line(f"{type(error).__name__}: {error}")
-        repair = f"list its tensors: weighin inspect {file}; write their values: weighin convert {file} FOLDER"
+        repair = f"to list the tensors: weighin inspect {file}; to write them: weighin convert {file} FOLDER"
         raise CheckpointError(f"{what}: {reason}", repair) from error
     dtype = "float32"  # torch's default dtype
     with suppress(ImportError):  # since 5.20, transformers reads some architectures in other code

@@ -71,8 +71,8 @@ def map_gguf_keys(model: Any, slices: Sequence[Slice]) -> Checkpoint:
 
 
 def _moves(undo: Undo, shape: tuple[int, ...], sources: Sequence[Slice]) -> tuple[Any, bool] | None:
-    """Return each row's number in the model's tensor (an array of NumPy, empty if all keep theirs), and
-    whether this tensor is the transpose of the file's; None if transformers does more than that.
+    """Return where transformers moves each row (an array of NumPy, empty if no row moves), and whether it
+    transposes the tensor; None if transformers does more than moving rows.
     """
     import numpy as np
 
@@ -108,8 +108,8 @@ def _fill_whole(undo: Undo, target: str, sources: Sequence[Slice], memory: torch
     if made is None or made.shape != memory.shape:
         found = "nothing" if made is None else f"the shape {tuple(made.shape)}"
         raise CheckpointError(
-            f"{sources[0].file}: transformers makes {found} of {sources[0].name!r}, but {target!r} of"
-            f" the model has the shape {tuple(memory.shape)}",
+            f"{sources[0].file}: transformers makes {found} of {sources[0].name!r}, but the model's"
+            f" {target!r} has the shape {tuple(memory.shape)}",
             "install another version of transformers",
         )
     memory.copy_(made)

@@ -104,7 +104,7 @@ def class_of_pipelines(name: str) -> Any:
 
 
 def imported(library: Library) -> Any:
-    """Import a library; in a process that weighin started, without network and silenced from now on."""
+    """Import a library. In a process that weighin started, switch off its network access and its log."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     is_own_process = spec is not None and spec.name.partition(".")[0] == "weighin"
     if is_own_process:
@@ -119,7 +119,7 @@ def imported(library: Library) -> Any:
 
 @contextlib.contextmanager
 def importing(library: Library) -> Iterator[None]:
-    """Turn a failed import into our error: a missing package, or one that does not fit another."""
+    """Turn a failed import into our error: a package is missing, or doesn't fit another one."""
     try:
         yield
     except (ImportError, RuntimeError) as error:
@@ -129,14 +129,14 @@ def importing(library: Library) -> Iterator[None]:
         repair = install.command(library.extra)
         if "torchvision" in str(first):  # such as an operator that another build did not define
             repair = "install the torchvision that was built for this torch, or remove it: pip uninstall torchvision"
-        what = f"the package {library.name}, which this model needs, cannot be imported"
+        what = f"this model needs the package {library.name}, which cannot be imported"
         reason = one_line(f"{type(first).__name__}: {first}")
         raise ConfigError(f"{what}: {reason}", repair) from error
 
 
 @contextlib.contextmanager
 def says(what: str, repair: str) -> Iterator[None]:
-    """Turn an error of a library into ours, with the library's own words."""
+    """Turn an error of a library into ours, which quotes the library."""
     try:
         yield
     except (HarnessError, MemoryError, torch.OutOfMemoryError):
@@ -151,12 +151,12 @@ def says(what: str, repair: str) -> Iterator[None]:
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype | str, **options: Any
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint."""
+    """Return the model that ``from_pretrained`` loads, and the names of weights that the checkpoint lacks."""
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs.get("config"))
     arguments = hugging_face_folder.from_pretrained_arguments(checkpoint)
     repair = (
-        "install another version of transformers, or correct config.json; or measure the tensors"
-        f" without the model's class: --model from:{checkpoint}"
+        "install another version of transformers, or correct config.json; or load the tensors without"
+        f" the model's class: --model from:{checkpoint}"
     )
     arguments |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     with says(f"{checkpoint}: {kind.__name__}.from_pretrained", repair):
@@ -181,7 +181,7 @@ def merged(model: Any, adapter: Path | str) -> Any:
     """Let peft merge the adapter in the folder ``adapter`` into ``model``, and return the result."""
     hugging_face_folder.adapter_files(Path(adapter))
     what = f"--adapter {adapter}: peft"
-    repair = f"correct {ADAPTER}, or give the model that the adapter was trained for"
+    repair = f"correct {ADAPTER}, or give the model for which the adapter was trained"
     with extra("hf", f"--adapter {adapter}"):
         from peft import PeftModel
     with says(what, repair), warnings.catch_warnings(record=True) as said:
@@ -202,17 +202,17 @@ def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, A
 
     folder = Path(code["folder"])
     if hugging_face_folder.digest(folder) != code["sha256"]:
-        what = f"{folder}: the model's code was changed after this run was planned"
-        repair = "start a new run: this run can be resumed only with the code of its plan"
+        what = f"{folder}: the model's code changed after this run began"
+        repair = "restore the code with which the run began, or start a new run"
         raise ConfigError(what, repair)
     named = str(config[AUTO_MAP][hugging_face_folder.auto_class(config, architecture)])
     reference = named.rpartition("--")[2]  # after a repository's name
     file = folder / f"{reference.partition('.')[0]}.py"
     if not re.fullmatch(r"\w+\.\w+", reference) or not file.is_file():
         raise ConfigError(
-            f"{folder}: the code {one_line(named, 80)!r} of the model, which '{AUTO_MAP}' in"
-            " config.json names as module.class, is not in this folder",
-            "add the module and those that it imports to the folder: weighin uses no network",
+            f"{folder}: '{AUTO_MAP}' in config.json names the model's class {one_line(named, 80)!r},"
+            " but this folder lacks its module",
+            "add the module, and those that it imports, to the folder; weighin does not download them",
         )
     try:
         return get_class_from_dynamic_module(reference, str(folder), local_files_only=True)

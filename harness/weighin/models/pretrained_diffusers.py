@@ -40,9 +40,9 @@ def diffusers_class(architecture: str) -> Any:
 def _class_for_weights(architecture: str, config: Mapping[str, Any]) -> Any:
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else "a method"
-        what = f"the weights of this {architecture} are quantised by {method}"
-        repair = "give the folder of the model that was not quantised"
-        raise ConfigError(f"{what}, and weighin does not dequantise them", repair)
+        what = f"this {architecture} is quantised by {method}"
+        repair = "give the folder of the model before quantisation"
+        raise ConfigError(f"{what}; weighin dequantises no model of diffusers", repair)
     return diffusers_class(architecture)
 
 

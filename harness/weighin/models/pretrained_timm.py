@@ -55,7 +55,7 @@ def model_and_load(
             torch.set_default_dtype(dtype)
             _builder.load_pretrained = own
     if not calls or calls[0][0] is not model:
-        what = f"timm returns {architecture} as a feature extractor, which weighin cannot load"
+        what = f"timm builds {architecture} as a feature extractor, into which weighin cannot load weights"
         raise ConfigError(what, "leave 'features_only' out of model_args in config.json")
     _, pretrained_cfg, given, arguments = calls[0]
     model.to(dtype)
@@ -85,7 +85,7 @@ def _created(architecture: str, folder: Path) -> Any:
     timm = imported(TIMM)
     if not timm.is_model(architecture):
         what = f"timm {timm.__version__} has no model {architecture!r}"
-        raise ConfigError(what, "install a newer timm")
+        raise ConfigError(what, "correct 'architecture' in config.json, or install a newer timm")
     try:
         return timm.create_model(f"local-dir:{folder}", pretrained=True)
     except (TypeError, KeyError, AssertionError) as error:

@@ -34,7 +34,7 @@ def from_tensors(*, tensors: str) -> nn.Module:
             _put(root, name, tensor)
     except (ValueError, TypeError, IndexError, RecursionError, zlib.error) as error:
         raise ConfigError(
-            f"the argument `tensors` of the model is not a list of a checkpoint's tensors: {error}",
+            f"the model's argument `tensors` does not describe the tensors of a checkpoint: {error}",
             "name the checkpoint: --model from:CHECKPOINT",
         ) from None
     return root
