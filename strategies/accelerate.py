@@ -7,8 +7,8 @@ accelerate refuses a safetensors file without the metadata that save_pretrained 
 
 Options: device_map (as in load_checkpoint_and_dispatch; default: the whole model on the cell's
 device), offload_state_dict (writes the weights to the folder for temporary files, and reads them
-back after the last file; needs one copy). The strategy has no option for accelerate's offload to the
-disk or the CPU, because such a model has meta tensors, whose values weighin cannot verify.
+back after the last file; needs one copy). There is no option to offload the model to the disk or the
+CPU, because that leaves meta tensors in the model, and weighin cannot verify their values.
 """
 
 import torch

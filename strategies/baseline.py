@@ -2,7 +2,7 @@
 
 Expected peak: 2x the model's size, for the model and the state dict.
 
-Options: key (the key of the state dict in a training checkpoint, which is loaded whole),
+Options: key (the key of the state dict in a training checkpoint; torch.load reads the whole file),
 map_location (the state dict's device; "cpu" keeps it in RAM; default: the cell's device).
 """
 

@@ -1,7 +1,7 @@
 """Build on the meta device, torch.load the whole state dict, and assign its tensors to the model.
 
-Expected peak: one copy of the weights. On the way to a GPU, the tensors pass through the page cache
-and RAM one by one.
+Expected peak: one copy of the weights. On the way to a GPU, one tensor after the other passes through
+the page cache and RAM.
 
 Options: map_location ("cpu" reads the whole state dict into RAM before the first copy to a GPU;
 default: the cell's device).

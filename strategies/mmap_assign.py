@@ -4,7 +4,7 @@ Expected peak: no anonymous memory for the weights. The weights stay file-backed
 kernel can reclaim under memory pressure. If the RAM limit is below the model's size, each use of
 the model reads reclaimed pages again.
 
-Options: key (the key of the state dict in a training checkpoint, which is loaded whole),
+Options: key (the key of the state dict in a training checkpoint; torch.load maps the whole file),
 map_location ("cpu" maps the whole file before the first copy to a GPU; default: the cell's
 device).
 """

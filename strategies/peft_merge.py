@@ -1,8 +1,7 @@
 """Call ``from_pretrained`` of transformers, then ``merge_and_unload`` of peft.
 
-Expected peak: the peak of ``from_pretrained``, one copy of the weights that peft changes, and twice the
-largest product of the adapter in float32. The copy is needed because a mapped page becomes anonymous
-when peft writes to the page.
+Expected peak: the peak of ``from_pretrained``, one copy of the weights that peft changes (a mapped page
+becomes anonymous when peft writes to it), and twice the adapter's largest product in float32.
 
 Options: disable_mmap (read the files instead of mapping them), device_map (as in from_pretrained).
 """

@@ -1,9 +1,9 @@
 """Read a safetensors file into the page cache in order, then map it and assign the mapped tensors.
 
-Expected peak: no anonymous memory for the weights, as with safetensors_mmap. The strategy reads the
-file once from its beginning to its end, the fastest order for a disk. Serving engines use this order
-on disks with slow random reads. If the RAM limit is below the model's size, the kernel drops the
-file's first pages before the model uses them.
+Expected peak: no anonymous memory for the weights, as with safetensors_mmap. The file is read once
+from its beginning to its end, the fastest order for a disk; serving engines do so on disks with slow
+random reads. If the RAM limit is below the model's size, the kernel drops the file's first pages
+before the model uses them.
 """
 
 import mmap

@@ -1,9 +1,9 @@
 """Stream a safetensors file with Run:ai's Model Streamer, and assign its tensors to the model.
 
-Expected peak: one copy of the weights, and the streamer's read-ahead. The streamer runs with its
-defaults, which its documentation recommends for a local disk: 16 threads, reads of 2 MiB, no limit
-on its buffer. To change the defaults, set the streamer's environment variables, such as
-RUNAI_STREAMER_CONCURRENCY and RUNAI_STREAMER_MEMORY_LIMIT, in the cell's environment.
+Expected peak: one copy of the weights, and the streamer's read-ahead. The streamer runs with the
+defaults that its documentation recommends for a local disk: 16 threads, reads of 2 MiB, a buffer
+without limit. To change them, set its environment variables, such as RUNAI_STREAMER_CONCURRENCY and
+RUNAI_STREAMER_MEMORY_LIMIT, in the cell's environment.
 """
 
 import torch

@@ -2,15 +2,15 @@
 
 Expected peak: one copy of the weights, and a few MiB for each thread. The strategy allocates no
 state dict with values, and its direct reads add no pages to the page cache. Values are converted to
-the wanted dtype while they are read. The model of a Hugging Face folder is that of its library's own
-``from_pretrained``, to which weighin hands the tensors; weights in fp8 and mxfp4 are dequantised a few
-rows at a time, and those in compressed-tensors by transformers, one after the other. An adapter is
-merged by peft.
+the wanted dtype while they are read. The model of a Hugging Face folder is built by its library's own
+``from_pretrained``, to which weighin hands the tensors. Weights in fp8 and mxfp4 are dequantised a few
+rows at a time; transformers dequantises those in compressed-tensors one after the other. peft merges
+an adapter.
 
-Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16, or up to 64 if
-its disk answers late), granularity (which tensors are read together: "all", those of one "module",
-or a single "tensor"; those of a folder always are), key and strip_prefix (read only the selected weights
-of a training checkpoint).
+Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16, or up to 64 if the
+disk is slow to answer), granularity (which tensors are read together: "all", those of one "module", or a
+single "tensor"; a folder's tensors are always read together), key and strip_prefix (read only the
+selected weights of a training checkpoint).
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Read a file of tensorizer's own format, and assign its tensors to the model.
 
 Expected peak: one copy of the weights, and a buffer of each thread that reads. weighin writes the
-file with the package before it measures, because tensorizer reads no other format. The
-deserializer runs with its defaults: it reads all tensors at once, with a number of threads that it
-computes from the file, and verifies no checksums.
+file with the package before it measures, because tensorizer reads no other format. By default, the
+deserializer reads all tensors at once, chooses the number of threads by the file, and verifies no
+checksums.
 
 Options: num_readers (the number of threads that read), verify_hash (true also verifies the
 checksums in the file).

@@ -1,11 +1,10 @@
 """Call ``from_pretrained`` of transformers, which maps safetensors files and renames keys.
 
 Expected peak: no anonymous memory for mapped weights, that is, weights on the CPU whose safetensors
-file has the wanted dtype. All other weights take one copy. A tensor that transformers builds from
-several tensors of the file, such as the stacked experts of a layer, needs memory for its sources
-too. Weights in fp8, mxfp4 and compressed-tensors are dequantised, and weights of other quantisation
-methods stay codes. The weights of a GGUF file are dequantised, and take one copy and the largest
-tensor.
+file has the wanted dtype. All other weights take one copy. If transformers builds one tensor from
+several of the file, such as a layer's stacked experts, those need memory at the same time. Weights in
+fp8, mxfp4 and compressed-tensors are dequantised; those of other methods stay quantised. The weights
+of a GGUF file are dequantised, and take one copy and the largest tensor.
 
 Options: disable_mmap (read the files instead of mapping them), device_map (as in from_pretrained).
 """

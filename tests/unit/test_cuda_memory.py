@@ -154,7 +154,7 @@ def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
         "the CUDA allocator is cudaMallocAsync: requested and reserved bytes are figures of the"
         " driver's pool, not of torch's blocks"
     ]
-    assert memory.notes_at_end() == ["the load also used cuda:2, but all figures are of cuda:1"]
+    assert memory.notes_at_end() == ["the load also used cuda:2; all figures are of cuda:1 alone"]
 
 
 def test_a_gpu_without_memory_is_told_from_other_errors() -> None:

@@ -104,7 +104,7 @@ def test_the_figures_of_a_phase_are_its_own(marks: Told, area: mmap.mmap) -> Non
 def test_phases_do_not_nest(marks: Told) -> None:
     with pytest.raises(RuntimeError) as caught, marks.phase("outer"), marks.phase("inner"):
         pass
-    assert str(caught.value) == "phase 'inner' begins inside 'outer', but a phase cannot begin before the previous phase has ended"  # fmt: skip
+    assert str(caught.value) == "phase 'inner' begins before 'outer' has ended; phases cannot be nested"  # fmt: skip
     assert marks.names() == ["outer"]
 
 

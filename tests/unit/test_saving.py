@@ -72,7 +72,7 @@ def test_what_is_saved_is_the_model_and_a_single_wrong_byte_is_found(
     content = bytearray(file.read_bytes())
     content[content.index(value) + 5] ^= 1
     file.write_bytes(content)
-    assert complaint(tmp_path, model) == "1 tensor saved with other values than the model's: mask"
+    assert complaint(tmp_path, model) == "1 tensor saved with other values: mask"
 
 
 def with_mask(mask: torch.Tensor) -> Callable[[Path], object]:
@@ -83,7 +83,7 @@ def with_mask(mask: torch.Tensor) -> Callable[[Path], object]:
     return harm
 
 
-OTHER = "1 tensor saved in another shape or dtype than the model's: mask"
+OTHER = "1 tensor saved with another shape or dtype: mask"
 UNREAD = "the saved checkpoint cannot be read: FOLDER"
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "names": (

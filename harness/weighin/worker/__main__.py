@@ -63,7 +63,7 @@ def prepare(marks: Marks) -> "Worker":
 
 
 def classify(error: BaseException, strategy: str, use: str = "") -> tuple[Outcome, str]:
-    """Return the outcome and the message of an error in a load, a save or, if it has begun, a ``use``."""
+    """Return an error's outcome and message. ``use`` names the use, such as training, if one had begun."""
     from weighin.worker.cuda import is_out_of_memory
     from weighin.worker.verify import WrongWeights
 
@@ -82,7 +82,7 @@ def classify(error: BaseException, strategy: str, use: str = "") -> tuple[Outcom
 def start_ranks(marks: Marks) -> NoReturn:
     """Run all ranks of a cell (processes that load one model), report each one's end, and then end. This process replaces
     torchrun, which would import torch into the cell's cgroup, and end all ranks before weighin can see which rank the
-    kernel killed. If a rank fails, weighin ends the others: they end with this process.
+    kernel killed. If a rank fails, weighin kills this process; each rank has asked the kernel to end with it.
     """
     import socket
     import subprocess

@@ -81,7 +81,7 @@ class CudaMemory:
         """Return a warning for each other GPU whose memory the process used."""
         others = {*range(torch.cuda.device_count())} - {self.device.index}
         return [
-            f"the load also used cuda:{other}, but all figures are of {self.device}"
+            f"the load also used cuda:{other}; all figures are of {self.device} alone"
             for other in sorted(others)
             if torch.cuda.max_memory_allocated(other)
         ]

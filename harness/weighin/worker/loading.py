@@ -55,7 +55,7 @@ class Load:
 
     @property
     def adapter(self) -> Path | None:
-        """The folder with the LoRA adapter to merge into the model; None without an adapter."""
+        """The folder with the LoRA adapter to merge into the model; None if there is none."""
         from weighin.stream.hugging_face_folder import adapter_of
 
         return adapter_of(self._model)
@@ -72,7 +72,7 @@ class Load:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the code in the ``with`` block as a phase; phases do not nest. ValueError: the name is not 1 to 64
-        letters, digits, spaces and _ . + / ( ) -, does not begin with a letter or digit, or is a phase of weighin.
+        of A-Z a-z 0-9 space _ . + / ( ) -, does not begin with a letter or digit, or is a phase of weighin.
         """
         return self._marks.phase(named_by_strategy(name))  # type: ignore[no-any-return]
 

@@ -35,10 +35,10 @@ def named_by_strategy(name: object) -> str:
     pattern = r"[A-Za-z0-9][A-Za-z0-9 _.+/()-]{0,63}"
     if isinstance(name, str) and re.fullmatch(pattern, name) and name not in OURS:
         return name
-    raise ValueError(
-        f"phase {short_repr(name)}: a phase's name is a text of at most 64 letters, digits, spaces and"
-        " _ . + / ( ) -, begins with a letter or a digit, and is no name of a phase of weighin itself"
-    )
+    why = "use 1 to 64 of A-Z a-z 0-9 space _ . + / ( ) -, beginning with a letter or a digit"
+    if isinstance(name, str) and name in OURS:
+        why = "weighin itself has a phase of this name; use another name"
+    raise ValueError(f"phase {short_repr(name)}: {why}")
 
 
 class Marks:
@@ -89,8 +89,7 @@ class Marks:
             return
         if self._current is not None:
             raise RuntimeError(
-                f"phase {name!r} begins inside {self._current!r}, but a phase cannot begin before"
-                " the previous phase has ended"
+                f"phase {name!r} begins before {self._current!r} has ended; phases cannot be nested"
             )
         self.flush()
         self._current = name

@@ -58,10 +58,10 @@ def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
         complain("saved but not in the model", slices.keys() - expected.keys())
         kinds = {name: (entry.shape, wanted[name]) for name, entry in expected.items()}
         others = [n for n, each in slices.items() if (each.shape, each.dtype_name) != kinds[n]]
-        complain("saved in another shape or dtype than the model's", others)
+        complain("saved with another shape or dtype", others)
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             checksums = dict(zip(slices, pool.map(checksum_of, slices.values()), strict=True))
     except CheckpointError as error:
         raise WrongWeights(f"the saved checkpoint cannot be read: {error.message}") from error
     wrong = [n for n, entry in expected.items() if checksums[n] != entry.checksums[wanted[n]]]
-    complain("saved with other values than the model's", wrong)
+    complain("saved with other values", wrong)

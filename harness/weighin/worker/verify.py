@@ -47,7 +47,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that two tensors share only if they view the same memory in the same way."""
+    """Return a key that is equal for two tensors only if they view the same memory in the same way."""
     tensor = _local(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
@@ -55,8 +55,7 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
 def check_structure(
     tensors: dict[str, torch.Tensor], manifest: Manifest, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise WrongWeights for a tensor on the meta device, or of another name, device, shape, dtype or tie than
-    expected."""
+    """Raise WrongWeights for a wrong name, device, shape, dtype or tie, or a tensor on the meta device."""
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
     complain("not in the checkpoint", tensors.keys() - expected.keys())
@@ -73,7 +72,7 @@ def check_structure(
 
 
 def check_places(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Raise WrongWeights for a tensor without values, or on another device than expected."""
+    """Raise WrongWeights for a tensor on the meta device, which has no values, or on a wrong device."""
     complain(
         "left on the meta device, without values", [n for n, t in tensors.items() if t.is_meta]
     )
@@ -89,7 +88,7 @@ def check_parameters(
     """Raise WrongWeights if the parameters, of whatever names, are not all those of the checkpoint.
 
     Each must have the values of a tensor in one of ``manifests``: as this release of the library makes them, or as the
-    files have them. Together they must be as large as those of the first.
+    files have them. Together, they must be as large as the parameters of the first manifest.
     """
     entries = [entry for one in manifests for entry in one.tensors]
     right = {entry.checksums[wanted_dtype(entry, dtype)] for entry in entries}
@@ -104,7 +103,9 @@ def check_parameters(
         if entry.kind == "parameter" and entry.shared_with is None
     )
     if size != wanted:
-        raise WrongWeights(f"the parameters have {size} bytes, those of the checkpoint {wanted}")
+        raise WrongWeights(
+            f"the model's parameters have {size} bytes, the checkpoint's have {wanted}"
+        )
 
 
 def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dtype) -> None:
