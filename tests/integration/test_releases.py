@@ -156,7 +156,7 @@ def test_a_command_finds_the_release_first(mine: CommandLine) -> None:
     assert twice.err.count("installing") == 1
     refused = mine.run("run --with latest -- python say.py")
     assert refused.code == 2
-    assert "name it, without a release: --with transformers" in refused.err
+    assert "name the package, without a release: --with transformers" in refused.err
 
 
 def test_the_progress_of_an_installation_has_left_the_terminal_before_the_command(

@@ -284,7 +284,7 @@ def test_a_step_must_be_a_share_of_the_floor() -> None:
     assert (share("1%"), share("0.01"), share("10%")) == (0.01, 0.01, 0.1)
     for within in ("0", "-1%", "10.01%", "abc", "nan%"):
         assert refused(share, within) == (
-            f"--within: '{within}' is no share between 0% and 10%\n"
+            f"--within {within}: not a share between 0% and 10%\n"
             "write a percentage in this range, such as --within 1%"
         )
 

@@ -108,5 +108,6 @@ def write(target: str | Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
         raise ConfigError(
-            f"cannot write {path}: {problem.strerror}", "name a file in a writable folder"
+            f"cannot write {path}: {problem.strerror}",
+            "name a file in a writable folder with space",
         ) from None

@@ -174,8 +174,8 @@ def _commands(context: click.Context, about: dict[str, Any]) -> dict[str, Any]:
             "no command was given",
             "write the command after --: weighin run --ram 4g -- python x.py",
         )
-    reason = "the suite says of each of its commands"
-    refuse(context, about, reason, "write it into the suite file, or type the command")
+    reason = "each command of a suite has settings of its own"
+    refuse(context, about, reason, "set them in the suite file, or leave --suite out")
     return {}
 
 
@@ -230,8 +230,8 @@ def one_model(context: click.Context) -> str:
     if len(models) > 1:
         raise ConfigError(
             f"two models are given in place of one: {models[0]!r} and {models[1]!r}",
-            "give one of the two models, or list both models in a suite file: --suite FILE;"
-            " weights for a model are --checkpoint FILE",
+            "give one of the two models, or list both models in a suite file (--suite FILE); if one"
+            " is a file of weights for the other: --checkpoint FILE",
         )
     return models[0] if models else ""
 

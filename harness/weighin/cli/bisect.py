@@ -15,18 +15,18 @@ from weighin.errors import ConfigError
     _options.COMMAND,
     *parameters(
         {
-            "--package NAME": "The package whose releases are tried.",
-            "--from RELEASE": "The first release. It and those up to --to are tried as the package index has them.",
-            "--to RELEASE": "The last release. Default: the newest.",
+            "--package NAME": "The package to bisect.",
+            "--from RELEASE": "The first release of the range, such as 4.48. weighin searches among the releases up to --to that pip finds in the package index.",
+            "--to RELEASE": "The last release of the range. Default: the newest.",
             "--metric METRIC": "The figure that grew: anon, peak_rss, ready ... as in a budget of `weighin check`. Default: anon; of a command, needed.",
-            "--tolerance SHARE": "How much more than that of the first release counts as growth.",
+            "--tolerance SHARE": "By how much the figure must exceed that of the first release to count as growth.",
         },
         WHAT,
         metric="",
         tolerance="10%",
     ),
     *(one for one in _options.settings("bisect") if one.name != "with"),
-    *parameters({"--out FOLDER": "A new folder for the runs, one for each release. Default: results/DATE-bisect-PACKAGE."}, WRITE),
+    *parameters({"--out FOLDER": "A new folder, with a run for each measured release. Default: results/DATE-bisect-PACKAGE."}, WRITE),
     _options.JSON,
     codes=True,
     examples={
@@ -38,8 +38,8 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
     """Find the first release of a package with which a load, or a command, takes more.
 
     weighin measures the first and the last release, then always the one in the middle of those that remain,
-    each in an environment of its own (--with). It skips a release that cannot be installed. If the figure
-    grows more than once, weighin finds one of the releases at which it passes the tolerance.
+    each in an environment of its own (--with). It skips a release that cannot be installed or measured. If
+    the figure grows more than once, weighin finds one of the releases at which it passes the tolerance.
     """
     from weighin.cli import measure
     from weighin.cli._progress import progress
@@ -54,12 +54,12 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
     metric = metrics.named(typed["metric"] or ("needed" if is_of_command else "anon"))
     if not package or not typed["from"]:
         raise ConfigError(
-            "bisect needs a package and its first release",
-            "as in --package transformers --from 4.48",
+            "weighin bisect needs --package and --from",
+            "for example: --package transformers --from 4.48",
         )
     settings = measure.new_settings(context)
     if not settings.commands and len(settings.strategies) > 1:
-        raise ConfigError("bisect measures one strategy", "name it: --strategy transformers")
+        raise ConfigError("bisect measures one strategy", "name one: --strategy transformers")
     more = 1 + measure.share(typed["tolerance"])
     with _console.working(f"asking the index for the releases of {package}"):
         known = releases.between(package, typed["from"], typed["to"])
@@ -75,7 +75,7 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
                 perform(task, shown)
         found, *others = summarise([run_folder.read(task.folder)]).values()
         if others:
-            raise ConfigError("bisect follows one series", "give one --format, --use and --ranks")
+            raise ConfigError("bisect measures one load", "give one --format, --use and --ranks")
         if metric.name not in found.figures:
             _console.note(f"left out {package} {release}: {found.outcome}: {found.message}")
             return None
@@ -84,7 +84,8 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
     measured = search(known, figure, more)
     tried = sorted(measured, key=known.index)
     if len(tried) < 2:
-        raise ConfigError(f"fewer than two releases of {package} could be measured")
+        repair = "see the notes on why releases were left out, or choose another --from or --to"
+        raise ConfigError(f"fewer than two releases of {package} could be measured", repair)
     above = [one for one in tried if measured[one] > more * measured[tried[0]]]
     last = above[0] if above else tried[-1]
     before = tried[tried.index(last) - 1]

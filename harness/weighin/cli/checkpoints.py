@@ -49,8 +49,8 @@ def inspect(context: click.Context, typed: dict[str, Any]) -> None:
             typed_one = _options.one_model(context)
             why = f"{name} is a model without one" if typed_one else "none was given"
             raise ConfigError(
-                f"weighin inspect reads a checkpoint, and {why}",
-                f"name a file or a folder; for the size of a model: weighin predict {name}",
+                f"weighin inspect needs a checkpoint, but {why}",
+                f"give a file or a folder; or, to predict the memory of the model: weighin predict {name}",
             )
         if choice.variant:
             path = registry.weights_of(path, replace(choice, revision=""))
@@ -78,7 +78,7 @@ def inspect(context: click.Context, typed: dict[str, Any]) -> None:
     Option(
         ["--keys"],
         WHAT,
-        "Which names of tensors to write. file: those in SOURCE. model: those of the loaded model, for which from_pretrained may rename, join and stack tensors; it takes memory for the whole model.",
+        "Which names the tensors get. file: those in SOURCE. model: those of the loaded model; from_pretrained may rename, join and stack tensors, and needs memory for the whole model.",
         type=click.Choice(["file", "model"]),
         default="file",
     ),
@@ -93,8 +93,8 @@ def inspect(context: click.Context, typed: dict[str, Any]) -> None:
 def convert(context: click.Context, typed: dict[str, Any]) -> None:
     """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory.
 
-    A tensor in several parts (of dcp) is held whole. With --keys model or --adapter, the whole model
-    is loaded first.
+    A tensor that dcp stores in several parts is held whole. With --keys model or --adapter, the whole
+    model is loaded first.
     """
     from weighin.checkpoint.convert import Conversion, sentence
     from weighin.run import interrupts
@@ -137,10 +137,10 @@ def convert(context: click.Context, typed: dict[str, Any]) -> None:
 @verb(
     _options.JSON,
     name="list",
-    examples={"List the checkpoints that weighin generated": "weighin cache list"},
+    examples={"List what the cache has": "weighin cache list"},
 )
 def cache_list(_: click.Context, typed: dict[str, Any]) -> None:
-    """List the generated checkpoints, with their sizes on the disk."""
+    """List generated checkpoints and the environments of --with, with their sizes on the disk."""
     from weighin.checkpoint import cache, temporary_folders
 
     folder, stored = temporary_folders.folder(), cache.list_entries()
@@ -151,19 +151,19 @@ def cache_list(_: click.Context, typed: dict[str, Any]) -> None:
 
 @verb(
     *parameters({
-        "[MODEL]": "The model of which to delete all. Default: all models.",
-        "--yes, -y": "Delete the checkpoints without asking.",
+        "[MODEL]": "The model, or the release such as transformers==5.2.0, to delete. Default: everything in the cache.",
+        "--yes, -y": "Delete without asking.",
     }),
     _options.JSON,
     name="clear",
     codes=True,
     examples={
         "Delete the generated checkpoints of one model": "weighin cache clear gpt2-xl",
-        "Delete all of them without a question": "weighin cache clear --yes",
+        "Delete everything without a question": "weighin cache clear --yes",
     },
 )  # fmt: skip
 def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
-    """Delete generated checkpoints after a question. Your own checkpoints are never deleted."""
+    """Delete generated checkpoints and the environments of --with, after a question; never your own files."""
     from weighin.checkpoint import cache, temporary_folders
 
     model = typed["model"]
@@ -190,7 +190,7 @@ def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
 
 cache = Verbs(
     "cache",
-    help="List or delete the checkpoints that weighin generated.",
+    help="List or delete what weighin cached: generated checkpoints, and environments of --with.",
     panels={"Commands": ("list", "clear")},
     load={"list": cache_list, "clear": cache_clear}.__getitem__,
     no_args_is_help=True,

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     _options.MODEL,
     *_options.settings("recommend", uses="none"),
     *parameters(
-        {"--allow NAMES": "What the answer may need: resave (you convert the checkpoint first), packages (you install some), weighin (you install it), or none."},
+        {"--allow NAMES": "What the recommended code may need: resave (that you convert the checkpoint first), packages (others than torch), weighin (the code imports it); or none of these."},
         LIMITS,
         allow="resave,packages,weighin",
     ),
     *parameters(
         {
-            "--results FOLDER": "A folder of runs on this machine, whose figures replace predictions of the same load.",
+            "--results FOLDER": "A folder of runs. What they measured on this machine replaces predictions of the same load.",
             "--all": "Show all strategies, not only the best five.",
         },
         results=Path("results"),
@@ -61,7 +61,7 @@ def question_of(context: click.Context, settings: "Settings") -> "Question":
     for key in ("models", "ram", "vram", "disk", "disk_latency", "ranks", "uses"):
         if len(getattr(settings, key)) > 1:
             raise ConfigError(
-                f"weighin recommend answers for one value of {key}", "ask for each value in turn"
+                f"weighin recommend takes one value of {key}", "run it once for each value"
             )
     ((use, use_path),) = registry.chosen_uses(settings.uses).items()
     chosen = chosen_models.choose(settings)
@@ -101,8 +101,8 @@ def question_of(context: click.Context, settings: "Settings") -> "Question":
 def predict(context: click.Context, typed: dict[str, Any]) -> None:
     """Predict the memory of loading a model, without a GPU, without weights and with little memory.
 
-    With --use, the predicted RAM floor (the smallest sufficient RAM limit) also suffices for the
-    use of the model after the load.
+    With --use, the predicted RAM floor (the smallest RAM limit that suffices) includes the use of
+    the model after the load.
     """
     from weighin.cell import FORK, FORWARD
     from weighin.plan import loads
@@ -119,9 +119,9 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
             raise found.error(chosen.checkpoint)
     if chosen.checkpoints:
         raise ConfigError(
-            "weighin predict takes one model with its own checkpoint, but the suite has"
-            f" {len(chosen.checkpoints)}",
-            "predict each model in a separate command: weighin predict FOLDER",
+            "weighin predict takes at most one model with a checkpoint of its own, but the suite has"
+            f" {len(chosen.checkpoints)} of them",
+            "predict each of them in a command of its own: weighin predict FOLDER",
         )
     use_paths = registry.chosen_uses(settings.uses)
     if [*use_paths] == [FORK]:
@@ -143,5 +143,5 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
         )
     _console.deliver(typed["json"], tables.as_json(predictions), *tables.tables(predictions))
     if all(prediction.cannot for prediction in predictions):
-        _console.error("no load was predicted; the result gives the reason for each strategy")
+        _console.error("no load could be predicted; the result says why, for each strategy")
         context.exit(2)

@@ -20,8 +20,9 @@ def doctor(context: click.Context, typed: dict[str, Any]) -> None:
     """Test which limits this machine can enforce, and which figures it can measure.
 
     For each isolation (docker, cgroup, process), a test process allocates more memory than its
-    limit, to test that the kernel enforces the limit. `weighin doctor` also removes what killed
-    runs of weighin left, such as containers. The exit code is 3 if no isolation enforces a limit.
+    limit, to test that the kernel enforces the limit. `weighin doctor` also cleans up after runs of
+    weighin that were killed: it removes their containers, cgroups and processes. The exit code is 3
+    if no isolation enforces a limit.
     """
     from weighin import doctor as of_machine
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     },
 )
 def bench(context: click.Context, _: dict[str, Any]) -> None:
-    """Measure memory and time of loading a model with each strategy in its own limited process."""
+    """Load a model with each strategy, every load in a new process, and measure memory and time."""
     from weighin.cli._progress import progress
     from weighin.run.runner import resumable
 
@@ -77,7 +77,7 @@ def run(context: click.Context, typed: dict[str, Any]) -> None:
 
     if typed["json"] == _console.STDOUT:
         raise ConfigError(
-            "--json -: the command writes to standard output, too",
+            "--json - would mix the JSON with the output of the command",
             "write the JSON to a file: --json result.json",
         )
     with (
@@ -97,7 +97,7 @@ def run(context: click.Context, typed: dict[str, Any]) -> None:
     _options.COMMAND,
     *parameters(
         {
-            "--within SHARE": "How precisely to find the floor, as a share of it, but at best within 8 MiB (of a command: 1 MiB).",
+            "--within SHARE": "How exact the floor must be, as a share of it. It is never more exact than 8 MiB (of a command: 1 MiB).",
             "--thrashing": "Accept a load or command that reads the same pages again and again, as long as it ends before --timeout.",
         },
         LIMITS,
@@ -239,7 +239,7 @@ def share(text: str) -> float:
         within = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 < within <= COARSEST:
         raise ConfigError(
-            f"--within: {text!r} is no share between 0% and {COARSEST:.0%}",
+            f"--within {text}: not a share between 0% and {COARSEST:.0%}",
             "write a percentage in this range, such as --within 1%",
         )
     return within

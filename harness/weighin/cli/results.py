@@ -69,7 +69,7 @@ def show_run(run: Path, records: "Records", json: str | None, formats: Sequence[
     *parameters(
         {
             "RUNS ...": "Folders of runs. The tables compare each run with the first run on the command line.",
-            "--by KEY": "What divides the measurements into columns: run (each folder), machine (each kind), commit, or another fact in the records such as torch, kernel or python.",
+            "--by KEY": "What a column of the tables shows: a run (a folder), a machine (a kind of machine), a commit, or each value of another fact in the records, such as torch, kernel or python.",
             "--metrics NAMES": "Show only some metrics, such as --metrics above_import,ready.",
         },
         by="run",
@@ -85,7 +85,7 @@ def show_run(run: Path, records: "Records", json: str | None, formats: Sequence[
     },
 )
 def compare(_: click.Context, typed: dict[str, Any]) -> None:
-    """Show the figures of several runs side by side, such as two commits or two versions of torch."""
+    """Show the figures of several runs side by side, such as runs of two commits or two torch versions."""
     from weighin.gate import compare as comparing
     from weighin.show.table import markdown
 
@@ -101,15 +101,15 @@ def compare(_: click.Context, typed: dict[str, Any]) -> None:
 @verb(
     *parameters(
         {
-            "RUNS ...": "The folder of a run. weighin treats the runs in several folders as one run with more repeats.",
-            "--baseline FILE": "The file of earlier figures with which weighin compares the run. --update writes it as JSON. Commit this file to your repository, so that later checks compare with the same figures.",
-            "--update": "Before the comparison, write the run's figures and outcomes into the baseline file, and show what changed in it.",
+            "RUNS ...": "The folder of a run. Several folders count as one run with more repeats.",
+            "--baseline FILE": "A JSON file of earlier figures, with which weighin compares the run; --update writes it. Commit it to your repository, so that later checks compare with the same figures.",
+            "--update": "First write the run's figures and outcomes into the baseline file, and show what changed there.",
             "--budget BUDGET ...": 'An upper bound for a metric of the run, such as "peak_rss <= 1.1 x model + 64MiB above import" (metrics: peak_rss, anon, peak_cgroup, ready ...). Repeatable.',
-            "--expect OUTCOMES ...": "Outcomes that you expect in place of ok, comma-separated as STRATEGY=OUTCOME. With baseline=oom_killed, the check passes if the kernel kills the strategy baseline for lack of memory.",
-            "--tolerance TOLERANCE ...": 'How much a metric may exceed the baseline file, such as "ready=30% 1s" (the larger of the two), "anon=64MiB both" (a fall by more fails, too) or "load=off" (not compared). Repeatable.',
-            "--setting NAME=POLICY ...": "What a different kernel, processor or other setting does: kernel=ignore, cpu=fail or settings.*=warn. Repeatable.",
+            "--expect OUTCOMES ...": "Outcomes that you expect in place of ok: STRATEGY=OUTCOME, comma-separated. With sequential=oom_killed, the check passes if the kernel kills the strategy sequential for lack of memory.",
+            "--tolerance TOLERANCE ...": 'How much a metric may exceed its figure in the baseline file: "ready=30% 1s" (whichever is larger), "anon=64MiB both" (falling by more than 64 MiB fails, too) or "load=off" (not compared). Repeatable.',
+            "--setting NAME=POLICY ...": "What to do if the kernel, the processor or another setting differs from the baseline file: kernel=ignore, cpu=fail or settings.*=warn. Repeatable.",
             "--metrics NAMES": "Compare only some metrics with the baseline file, such as --metrics above_import,ready_anon.",
-            "--partial": "Judge the measured part of a stopped run. Without --partial, the check of such a run fails.",
+            "--partial": "Judge the measured part of a stopped run, which otherwise fails.",
             "--all": "Show all figures of the run, not only those that differ from the baseline file.",
             "--github": "For GitHub Actions: write annotations to standard output, and Markdown to the file $GITHUB_STEP_SUMMARY.",
             "--junit FILE": "Write the result as JUnit XML to this file.",
@@ -138,7 +138,7 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
         )
     if typed["github"] and typed["json"] == _console.STDOUT:
         raise ConfigError(
-            "--github and --json - both write to standard output",
+            "--github and '--json -' both write to standard output",
             "give --json a file: --json check.json",
         )
     with _console.working(f"reading {' '.join(map(str, typed['runs']))}"):
@@ -206,9 +206,9 @@ def _repairs(
 @verb(
     *parameters(
         {
-            "FOLDER": "The folder that contains the folders of runs, such as results.",
+            "FOLDER": "A folder with folders of runs, such as results.",
             "--metric NAME": "The metric to show: peak_rss, anon, peak_cgroup, ready, ...",
-            "--series WORDS": "Show only those series that have all of these words in their name, such as 'gpt2-xl streaming'.",
+            "--series WORDS": "Show only series whose name has all of these words, such as 'gpt2-xl streaming'.",
         },
         metric="peak_rss",
         series="",
@@ -220,7 +220,7 @@ def _repairs(
     },
 )
 def history(_: click.Context, typed: dict[str, Any]) -> None:
-    """Show a metric over all runs in a folder, and list the runs where the metric changed level."""
+    """Show a metric over all runs in a folder, and name the runs from which it stayed higher or lower."""
     folder = typed["folder"]
     with _console.working(f"reading the runs in {folder}"):
         from weighin.gate import compare as comparing

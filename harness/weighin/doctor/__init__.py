@@ -38,7 +38,7 @@ class Capability:
 
 
 def examine() -> Sequence[Capability]:
-    """Test this machine; remove what killed runs left behind."""
+    """Test this machine, and clean up after runs that were killed."""
     limits = [row for name in select.NAMES for row in _isolation(select.named(name))]
     # Of runs that were killed.
     folders = temporary_folders.remove_orphans(Path(tempfile.gettempdir()), PREFIX)

@@ -113,7 +113,7 @@ class Isolation(Protocol):
         """
 
     def remove_stale(self) -> list[str]:
-        """Remove what killed runs left; return a line for each process, cgroup or container."""
+        """Clean up after runs that were killed; return a line for each process, cgroup or container."""
 
     def describe(self) -> dict[str, str]:
         """Return facts about the isolation for the records, such as the version of Docker."""

@@ -71,8 +71,8 @@ class Environment:
 def ensure(choice: str, needed: Sequence[str], report: Report) -> Environment:
     """Return the environment of ``choice`` for a strategy that needs the packages ``needed``; make it if it is missing.
 
-    A choice of exact versions is made once. Of any other, the newest releases are asked for in each run. If a
-    release cannot be installed or imported, ConfigError is the last line that its installer or Python printed.
+    A choice of exact versions is installed once; for any other, each run asks for the newest releases. If a
+    release cannot be installed or imported, ConfigError has the last line that the installer or Python printed.
     """
     given = [] if choice == LATEST else requirements_in(choice)
     named = {canonicalize_name(Requirement(one).name) for one in given}
@@ -130,7 +130,7 @@ def ensure(choice: str, needed: Sequence[str], report: Report) -> Environment:
 def between(package: str, first: str, last: str) -> list[str]:
     """Return the releases of a package in the index from ``first`` to ``last`` ("": the newest), in their order."""
     if find_spec("pip") is None:
-        raise ConfigError("the releases of a package are asked for by pip", "python -m ensurepip")
+        raise ConfigError("weighin bisect needs pip, to list the releases", "python -m ensurepip")
     command = (sys.executable, "-m", "pip", "index", "versions", package)
     printed = _run((*command, "--disable-pip-version-check"), package, "find")
     listed = re.search(r"^Available versions: (.*)$", printed, re.MULTILINE)
@@ -141,16 +141,16 @@ def between(package: str, first: str, last: str) -> list[str]:
         raise ConfigError(f"--from and --to: {error}", "write them as in 4.57.1") from None
     chosen = [one for one in every if ends[0] <= one <= ends[1]]
     if len(chosen) < 2:
-        newest = f", whose newest is {every[-1]}" if every else ""
+        newest = f"; its newest is {every[-1]}" if every else ""
         raise ConfigError(
-            f"the index has fewer than two releases of {package} from {first} to {last or 'the newest'}{newest}",
-            "choose --from and --to further apart",
+            f"the index has fewer than two releases of {package} from {first}{last and f' to {last}'}{newest}",
+            f"choose an earlier --from{last and ' or a later --to'}",
         )
     return [str(one) for one in chosen]
 
 
 def _linked(named: Collection[str]) -> Iterator[tuple[str, metadata.Distribution]]:
-    """Yield torch, numpy and all that they need, but what is asked for."""
+    """Yield torch, numpy and the packages that they need, except those that were asked for."""
     wanted, seen = list(_SHARED), set[str](named)
     while wanted:
         if (name := canonicalize_name(wanted.pop())) in seen:
@@ -184,7 +184,7 @@ def _run(command: Sequence[str], choice: str, verb: str = "install") -> str:
     if _UNREACHABLE.search(text):
         raise ConfigError(
             f"cannot {verb} {choice}: the package index cannot be reached",
-            "connect this machine to it, or name another: PIP_INDEX_URL=URL weighin ...",
+            "connect this machine to the index, or name another one: PIP_INDEX_URL=URL weighin ...",
         )
     why = re.sub(r"^(ERROR|cause): ", "", last_line(printed)).rstrip(".")  # of pip, or of uv
     raise ConfigError(f"cannot {verb} {choice}: {why}")

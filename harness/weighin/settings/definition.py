@@ -55,9 +55,9 @@ TEXTS: Final[dict[str, dict[str, str]]] = {
     "recommend": {
         "ram": "The RAM that the load may take: 8g.",
         "vram": "The GPU memory that the load may take: 8g. The CUDA context does not count.",
-        "disk": "The rate of the checkpoint's disk: 50MB/s. By default, times are those of a small cloud machine's disk.",
+        "disk": "The rate of the checkpoint's disk: 50MB/s. Default: that of a small cloud machine's disk.",
         "disk_latency": "The time that the checkpoint's disk takes to answer a request: 1ms.",
-        "ranks": "How many processes load the model at once, in this memory together, as torchrun starts them: 4.",
+        "ranks": "How many processes load the model at once, as torchrun starts them: 4. --ram and --vram hold for all together.",
         "uses": "What follows the load, and must fit, too: a name of `weighin list uses` such as adamw, a file (./mine.py) with a function use(model), or none.",
     },
     "bisect": {"strategies": "The way of loading: a name of `weighin list strategies`, or a file (./mine.py)."},
@@ -331,7 +331,7 @@ class Model(Strict):
     kwargs: dict[str, Any] = {}
     """Arguments of the function that builds the model: `--set kwargs.width=64`."""
     strip_prefix: str = ""
-    """What stands before each name in the checkpoint: `module.` (DistributedDataParallel), `_orig_mod.` (torch.compile)."""
+    """A prefix to cut off every name in the checkpoint: `module.` (DistributedDataParallel), `_orig_mod.` (torch.compile)."""
     variant: str = ""
     """The variant of a Hugging Face folder's weights: `fp16` loads model.fp16.safetensors."""
     model_class: str = ""
@@ -352,9 +352,9 @@ class Command(Strict):
     ready_url: Annotated[str, AfterValidator(_check_address), Option(HOW, "run floor", "URL")] = ""
     """Measure a server until a GET request to this address is answered with a status below 500, and stop it then."""
     grace_s: _Seconds = 10.0
-    """Seconds from SIGTERM to SIGKILL when weighin stops a server, or a process that outlives the command."""
+    """Seconds between SIGTERM and SIGKILL when weighin stops a server, or a process that outlives the command."""
     stacks: Annotated[bool, Option(HOW, "run", names=("--stacks/--no-stacks",))] = False
-    """Read the stacks of Python processes near the peak, to name the line that allocated the memory. Each reading stops the command for an instant; with several repeats, there are none."""
+    """Read the stacks of Python processes near the peak, to name the line that allocated the memory. Each reading stops the command for an instant. With several repeats, the default is --no-stacks."""
 
 
 def _usual_strategies(known: dict[str, Any]) -> list[SuiteStrategy]:
@@ -376,25 +376,25 @@ class Load(Strict):
     device: Annotated[_Device, Option(LIMITS, _LOADS, "DEVICE")] = "cpu"
     """Where the model is loaded to: cpu, cuda or cuda:1."""
     dtype: Annotated[_Dtype, Option(WHAT, _LOADS, "DTYPE")] = "auto"
-    """The loaded model's dtype: float32, bfloat16, float16, or auto, that of a Hugging Face folder's config.json, else float32."""
+    """The loaded model's dtype: float32, bfloat16, float16, or auto: the dtype in a Hugging Face folder's config.json, else float32."""
     cache: Annotated[Literal["cold", "warm"], Option(HOW, "bench", "STATE")] = "cold"
     """Whether the checkpoint is evicted from the page cache before the load (cold), or read into it (warm)."""
     format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: that of your checkpoint if the strategy reads it, else the first that the strategy reads."""
     passes: Annotated[int, Field(ge=1)] = 1
-    """How many forward passes the use forward runs. If the model is mapped from its file and larger than the RAM limit, every pass reads the file again."""
+    """How many forward passes the use `forward` runs. Every pass reads the file again if the model is mapped from it and larger than the RAM limit."""
     uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
     """What happens after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
     ranks: Annotated[_Some[_Ranks], Option(HOW, _LOADS, "NUMBERS")] = [1]
     """How many processes load the model at once, under one limit, as torchrun starts them: 1,4."""
     disk: Annotated[_Rates, Option(LIMITS, "bench recommend", "RATES")] = [None]
-    """Rates to which the checkpoint's disk is slowed down: 50MB/s,none. It needs FUSE and weighin[disk]."""
+    """Slow the checkpoint's disk down to these rates: 50MB/s,none. Needs FUSE and weighin[disk]."""
     disk_latency: Annotated[_Latencies, Option(LIMITS, "recommend", "TIMES")] = [None]
-    """How much later the checkpoint's disk answers each request: 1ms,none. It needs FUSE and weighin[disk]."""
+    """Delay each answer of the checkpoint's disk by these times: 1ms,none. Needs FUSE and weighin[disk]."""
     vram: Annotated[_Limits, Option(LIMITS, "recommend", "SIZES")] = [None]
     """Limits of GPU memory, measured one after the other: 8g,none. The CUDA context does not count."""
     environment: _Some[_Environment] = [{}]
-    """Environment variables of the load: `--set environment.MALLOC_ARENA_MAX=1`. A list measures each entry."""
+    """Environment variables of the load: `--set environment.MALLOC_ARENA_MAX=1`. With a list, each entry is measured."""
     seed: int = 0
     """The random seed of generated weights."""
     storage: _Path | None = None
@@ -402,7 +402,7 @@ class Load(Strict):
     steady: bool = False
     """Write to free memory before each load, so that times vary less in virtual machines."""
     jobs: Annotated[int, Field(ge=1, exclude=True)] = 1
-    """Cells measured at once on this machine, if only memory matters. As many of the largest RAM limits as there are jobs must fit together."""
+    """How many cells to measure at once on this machine, if only memory matters. That many of the largest RAM limits must fit into the free RAM together."""
 
 
 class Measure(Strict):
@@ -413,15 +413,15 @@ class Measure(Strict):
     isolation: Annotated[
         Literal["auto", "docker", "cgroup", "process"], Option(LIMITS, _MEASURED, "NAME")
     ] = "auto"
-    """What enforces the limits: docker, cgroup, process (no limit), or auto, the first that works; for commands, auto takes no container. In a gate, name one, because their figures differ."""
+    """What enforces the limits: docker, cgroup, process (no limit), or auto, the first that works; for commands, auto takes no container. For weighin check, name one: their figures differ."""
     repeats: Annotated[int, Field(ge=1, le=10_000), Option(HOW, "bench run", "N")] = 1
-    """How often each cell is measured: every cell once, then every cell again."""
+    """How often to measure each cell. Every cell is measured once before any is measured again."""
     releases: Annotated[
         _Several[Annotated[str, AfterValidator(_check_release)]],
         Option(HOW, _MEASURED, "RELEASES", ("--with",), True),
         Field(alias="with", min_length=1),
     ] = [""]
-    """Measure with other releases, installed beside weighin: transformers==4.57.1; several at once by comma; latest (of what the strategy needs); pinned (as here). Each --with is a measurement of its own."""
+    """Measure with other releases, which weighin installs in a folder of their own: transformers==4.57.1; several packages: A==1,B==2; latest: the newest of what the strategy needs; pinned: what is installed here. Each --with is measured by itself."""
     timeout_s: Annotated[_Seconds, Option(LIMITS, _MEASURED, "SECONDS", ("--timeout",))] = Field(
         default_factory=lambda known: 0.0 if known.get("commands") else 600.0
     )
@@ -441,15 +441,15 @@ class Measure(Strict):
     labels: Annotated[dict[str, str], Field(exclude=True)] = {}
     """With the engine ray, labels that a node must have: `ray.io/accelerator-type=H100`."""
     shard: _Shard = ""
-    """The part of the cells that this run measures: 2/8 is every eighth, beginning with the second."""
+    """Measure only a part of the cells: 2/8 is every eighth cell, beginning with the second."""
     wait: Annotated[bool, Field(exclude=True)] = False
-    """While another run measures on this machine, wait instead of ending with code 4."""
+    """If another run measures on this machine, wait for its end instead of exiting with code 4."""
 
 
 _ONLY_OF_LOADS: Final[dict[str, object]] = {
     "cache": "cold", "uses": FORWARD, "passes": 1, "ranks": 1, "disk": None, "disk_latency": None,
 }  # fmt: skip
-"""The settings that have no effect on a save, with their only value then."""
+"""Settings without an effect on a save, each with the only value that it may have there."""
 KEYS: Final[dict[str, tuple[str, ...]]] = {
     MODELS: (*Model.known(None), *Load.known(None), *Measure.known(None)),
     COMMANDS: (*Command.known(None), *Measure.known(None)),
@@ -603,7 +603,7 @@ def merge(sources: Sequence[tuple[Place, Mapping[str, Any]]], kind: str = MODELS
     """Return the settings of several sources, of which a later one overrides the earlier ones.
 
     A source that names models takes none of the other keys of ``Model`` from the earlier ones, because
-    a checkpoint or an argument is one model's own. What no source has is reported at the first source's place.
+    a checkpoint or an argument is one model's own. A missing key is reported at the first source's place.
     """
     content: dict[str, Any] = {}
     written: dict[str, Place] = {}
