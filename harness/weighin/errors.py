@@ -87,14 +87,14 @@ class Interrupted(HarnessError):
 
 @contextmanager
 def extra(name: str, purpose: str) -> Iterator[None]:
-    """Turn a failed import into a ConfigError: ``purpose``, a feature, needs the extra ``name`` of weighin."""
+    """Turn a failed import into a ConfigError, which says that ``purpose`` needs weighin's extra ``name``."""
     try:
         yield
     except ImportError as error:
         from weighin import install  # imported here to save a worker's memory
 
-        package = error.name or "that fails here"
-        fault = f"{purpose} needs the Python package {package}: {error}"
+        package = f"the Python package {error.name}" if error.name else "a Python package"
+        fault = f"{purpose} needs {package}: {error}"
         raise ConfigError(fault, install.command(name)) from None
 
 

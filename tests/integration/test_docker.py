@@ -105,7 +105,7 @@ def test_an_engine_that_cannot_do_what_a_cell_needs_is_refused(
 
     # A rootless engine in the scope of a login.
     told = refused(cgroup, "outside", lambda pid, group: Path("/session"), None)
-    assert "outside its container's cgroup" in told
+    assert "outside of their container's cgroup" in told
     assert "systemctl --user start docker" in told
     for words, said in (
         ("page not found", "(Podman 4.3 cannot): page not found"),

@@ -126,12 +126,12 @@ def test_two_to_26_runs_can_be_compared(count: int, here: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "said"),
     [
-        (0, "no record has it\nname runs in which commit differs, or leave out --by commit"),
+        (0, "no record has this fact\nname runs in which commit differs, or leave out --by commit"),
         (
             1,
             "all records have commit 00\nname runs in which commit differs, or leave out --by commit",
         ),
-        (27, "the records have 27 of it, more than 26\nname runs with at most 26 of it"),
+        (27, "it has 27 values in the records, more than 26\nname runs with at most 26 values"),
     ],
 )
 @pytest.mark.usefixtures("here")

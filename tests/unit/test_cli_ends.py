@@ -127,15 +127,15 @@ def test_an_error_is_two_lines_and_an_exit_code(
 @pytest.mark.parametrize(
     ("error", "fault"),
     [
-        (ModuleNotFoundError("No module named 'peft'", name="peft"), "peft: No module named 'peft'"),
-        (ImportError("libx.so.1: cannot open"), "that fails here: libx.so.1: cannot open"),
+        (ModuleNotFoundError("No module named 'peft'", name="peft"), "the Python package peft: No module named 'peft'"),
+        (ImportError("libx.so.1: cannot open"), "a Python package: libx.so.1: cannot open"),
     ],
     ids=["missing", "broken"],
 )  # fmt: skip
 def test_a_package_that_is_missing_or_broken_is_named(error: ImportError, fault: str) -> None:
     with pytest.raises(ConfigError) as caught, errors.extra("hf", "--adapter a"):
         raise error
-    assert caught.value.message == f"--adapter a needs the Python package {fault}"
+    assert caught.value.message == f"--adapter a needs {fault}"
     assert caught.value.repair == install.command("hf")
 
 

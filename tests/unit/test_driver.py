@@ -209,7 +209,7 @@ def test_a_cell_for_a_gpu_needs_that_gpu_and_its_memory() -> None:
     assert lacks(LARGE, device="cuda") == ""
     assert lacks(LARGE, device="cuda:1") == "large has no cuda:1"
     assert lacks(LARGE, device="cuda", vram_limit_bytes=24 * GIB) == (
-        "the GPU of large has 16.000 GiB, less than its limit 24GiB"
+        "the GPU of large has 16.000 GiB, less than vram=24GiB"
     )
 
 

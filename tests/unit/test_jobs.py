@@ -48,7 +48,7 @@ def run_with(*limits: int | None, isolation: Any = None, **changes: Any) -> Run:
 def no_room(wanted: int, free: int) -> str:
     return (
         f"jobs=2: the RAM limits of 2 cells are {wanted}.000 GiB together, but only {free}.000 GiB"
-        " of RAM are free\nleave jobs out, or change the option that this names"
+        " of RAM are free\nleave jobs out, or give fewer jobs or a smaller --ram"
     )
 
 
@@ -110,7 +110,7 @@ def test_the_settings_of_an_engine() -> None:
     ids=str,
 )
 def test_an_engine_of_an_edited_plan_is_refused(chosen: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="an unknown engine"), jobs.opened(chosen):
+    with pytest.raises(ConfigError, match="the unknown engine"), jobs.opened(chosen):
         pass
 
 

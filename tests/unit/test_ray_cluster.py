@@ -70,7 +70,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "_ANSWER_S", 0.05)
     silent = Silent(*"ab" * 1000)
-    with pytest.raises(ConfigError, match="no node has told what it can measure: a"):
+    with pytest.raises(ConfigError, match="no node has answered what it can measure: a"):
         silent.find()
     silent._labels, silent._code = {}, ""
     task = Mock()
@@ -85,7 +85,7 @@ def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_node_that_is_lost_before_it_answers_does_not_measure() -> None:
-    with pytest.raises(ConfigError, match="no node has told what it can measure: a"):
+    with pytest.raises(ConfigError, match="no node has answered what it can measure: a"):
         Silent("a").find()
 
 

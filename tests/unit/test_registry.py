@@ -123,7 +123,7 @@ def test_not_even_the_package_around_a_strategy_is_imported(ours: Path, install:
 def test_an_entry_point_into_nothing(ours: Path, install: Install, module: str) -> None:
     install(module)
     assert refused(registry.strategies) == (
-        f"the entry point of strategy 'fast' names {module!r}, which cannot be found\nreinstall fastload"
+        f"the installed strategy 'fast' names {module!r}, which cannot be found\nreinstall fastload"
     )
 
 
@@ -195,7 +195,7 @@ def test_each_suite_says_what_it_measures() -> None:
 
 def test_a_name_that_would_move_the_cursor_is_cleaned_or_refused(tmp_path: Path) -> None:
     said = refused(registry.read_strategy, write(tmp_path / "a\x1bcb.py", WHOLE))
-    assert said.endswith("a?cb.py: its name cannot be shown\nrename the file")
+    assert said.endswith("a?cb.py: its name cannot be printed\nrename the file")
     assert ModelSpec("a\x1b[2Jb\0", "m:f").title == "a?[2Jb?"
 
 

@@ -30,7 +30,7 @@ from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts, runner
-from weighin.text import one_line
+from weighin.text import one_line, short
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
                 nodes = cluster.find()
                 yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()
         case _ if chosen:
-            raise ConfigError("the plan has an unknown engine", "start a new run")
+            name = short(chosen.get("name"))
+            raise ConfigError(f"plan.json names the unknown engine {name}", "start a new run")
         case _:
             yield (), runner.run
 
@@ -311,11 +312,11 @@ def check_jobs(task: Run, jobs: int) -> None:
     together = f"the RAM limits of {jobs} cells are {format_bytes(needed)} together"
     are_shared = settings.checkpoint or settings.checkpoints or settings.storage
     is_other = settings.steady or any(each.needs_gpu for each in cells)
-    for is_refused, why in (
-        (are_shared, "jobs with --checkpoint or storage: all cells would read the same files, whose pages the kernel charges only to the cell that reads them first"),
-        (is_other, "with jobs, weighin measures only the memory of cells on the CPU, without steady"),
-        (not all(limits), "jobs needs --ram: cells that run at once could take each other's memory"),
-        (needed > free, f"jobs={jobs}: {together}, but only {format_bytes(free)} of RAM are free"),
+    for is_refused, why, other in (
+        (are_shared, "jobs with --checkpoint or storage: all cells would read the same files, whose pages the kernel charges only to the cell that reads them first", "leave --checkpoint and storage out"),
+        (is_other, "with jobs, weighin measures only the memory of cells on the CPU, without steady", "measure on the CPU, without steady"),
+        (not all(limits), "jobs needs --ram: cells that run at once could take each other's memory", "add --ram"),
+        (needed > free, f"jobs={jobs}: {together}, but only {format_bytes(free)} of RAM are free", "give fewer jobs or a smaller --ram"),
     ):  # fmt: skip
         if is_refused:
-            raise ConfigError(why, "leave jobs out, or change the option that this names")
+            raise ConfigError(why, f"leave jobs out, or {other}")

@@ -37,7 +37,7 @@ for _name in (__name__, run_here.__module__, Child.__module__):  # a node may la
 
 
 def run(assignment: Mapping[str, Any]) -> Answer:
-    """Run an assignment on the node to which Ray copied this function; return its id and what it told.
+    """Run an assignment on the node to which Ray copied this function; return the node's id and its answer.
 
     Its process gets the environment with which the node was started: Ray's own workers have variables
     such as OMP_NUM_THREADS that would change the measurement.
@@ -81,7 +81,7 @@ class Cluster:
     def submit(
         self, assignment: Mapping[str, Any], without: Collection[str], gpus: float, only: str = ""
     ) -> Future[Any]:
-        """Let Ray run an assignment, as soon as a node is free, but on none of ``without``."""
+        """Let Ray run an assignment as soon as a node is free: on no node of ``without``, or on the node ``only``."""
         nodes = only or f"!in({','.join({*without, *self._silent})})"
         where = self._labels if nodes == "!in()" else self._labels | {"ray.io/node-id": nodes}
         task = self._task.options(num_gpus=gpus, label_selector=where)
@@ -91,7 +91,7 @@ class Cluster:
         return future
 
     def answer(self, done: Future[Any]) -> Answer:
-        """Return what an assignment gave, without the id of a node if Ray lost all tries."""
+        """Return the node's id and its answer; if Ray lost the node at every try, "" and the reason."""
         try:
             place, told = done.result()
         except RayError as lost:
@@ -130,8 +130,8 @@ class Cluster:
         self._silent = asked.keys() - {node.id for node in found}
         if self._silent and not found:
             silent = few(sorted(names[node] for node in self._silent))
-            why = f"no node has told what it can measure: {silent}"
-            raise ConfigError(why, "see whether other tasks of Ray hold these nodes: ray status")
+            why = f"no node has answered what it can measure: {silent}"
+            raise ConfigError(why, "check whether other tasks of Ray hold these nodes: ray status")
         if not found:
             raise ConfigError(
                 f"no node of the cluster has the resource {SLOT} and all labels of the run",

@@ -159,7 +159,7 @@ def write(
         write_text(path, _text(new))
     except OSError as error:
         message = f"cannot write {path}: {error.strerror}"
-        raise ConfigError(message, "name a file in a writable folder") from None
+        raise ConfigError(message, "name a file in a writable folder with space") from None
     before = _text(old).splitlines() if old else []
     return list(unified_diff(before, _text(new).splitlines(), str(path), str(path), n=1, lineterm=""))  # fmt: skip
 

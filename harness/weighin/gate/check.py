@@ -156,7 +156,7 @@ class Group:
 
 
 def read_runs(folders: Sequence[Path]) -> Group:
-    """Return the results of all runs together; raise RecordError if one has none, or a damaged one."""
+    """Return the results of all runs together; raise RecordError if a run has no record, or a damaged one."""
     runs = {folder: run_folder.read(folder) for folder in folders}
     for folder, records in runs.items():
         if not records.results:
@@ -176,7 +176,7 @@ def check(
 ) -> GateResult:
     """Judge runs by a baseline file and by rules, which ``typed`` adds to (``Rules.typed``).
 
-    Only ``metrics`` are compared with the baseline file, if there are any. A run in which planned cells
+    If there are ``metrics``, only these are compared with the baseline file. A run in which planned cells
     have no record fails, unless only its measured part is judged (``partial``).
     """
     baseline = files.read(baseline_file) if baseline_file else None

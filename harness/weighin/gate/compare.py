@@ -113,14 +113,14 @@ def _incomparable(groups: Sequence[Group], by: str) -> ConfigError:
     if by not in known:
         return UnknownName("setting", by, known)
     if len(groups) > 1:
-        what = f"cannot compare by {by}: the records have {len(groups)} of it"
+        what = f"cannot compare by {by}: it has {len(groups)} values in the records"
         most = len(ascii_uppercase)
-        return ConfigError(f"{what}, more than {most}", f"name runs with at most {most} of it")
+        return ConfigError(f"{what}, more than {most}", f"name runs with at most {most} values")
     found = "".join(group.name for group in groups if group.name != f"{by} {_NOT_SET}")
     return ConfigError(
         f"cannot compare by {by}: all records have {found}"
         if found
-        else f"cannot compare by {by}: no record has it",
+        else f"cannot compare by {by}: no record has this fact",
         f"name runs in which {by} differs, or leave out --by {by}",
     )
 

@@ -123,7 +123,7 @@ class Rules:
         )
 
     def only(self, metrics: Sequence[str]) -> "Rules":
-        """Return the rules for these metrics alone, also for those that are turned off; all for none."""
+        """Return the rules with these metrics alone, even if turned off; without metrics, all rules."""
         if not metrics:
             return self
         chosen = (named(one) for one in metrics)
@@ -171,7 +171,7 @@ def parse_budget(text: str) -> Budget:
 
 
 def parse_tolerance(text: str) -> tuple[str, Tolerance | None]:
-    """Return the metric's name and tolerance in a text such as "ready=30% 1s"; None for "load=off"."""
+    """Return the name and the tolerance of a metric from a text: "ready=30% 1s"; "load=off" has None."""
     name, _, said = text.partition("=")
     metric, words = named(name.strip()), said.split()
     if words == ["off"]:

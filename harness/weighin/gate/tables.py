@@ -33,7 +33,7 @@ def summary(result: GateResult) -> str:
 
 
 def terminal(result: GateResult, *, whole: bool = False) -> Document:
-    """Return the result without unchanged figures, unless ``whole``; if all are, the nearest to its bound."""
+    """Return the result, unless ``whole`` without unchanged figures, or with the one nearest to its limit."""
     notable = [line for line in result.lines if line.verdict is not LineVerdict.SAME]
     shown = result.lines if whole else notable or result.lines[:1]
     names, common = short_names(line.series for line in shown)

@@ -181,8 +181,8 @@ def kill_members(group: Path) -> None:
 
 
 def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
-    """Kill the processes in cgroups and below, ``waits`` for 10 s, and remove the cgroups. StillRunning: a process
-    does not end; IsolationUnavailable: the kernel refuses it. The others were removed.
+    """Kill the processes in cgroups and below, ``waits`` for 10 s, and remove the cgroups. Raises StillRunning if a
+    process does not end, IsolationUnavailable if the kernel refuses; the other cgroups are removed.
     """
     deadline = time.monotonic() + PATIENCE_S * waits
     left: OSError | None = None

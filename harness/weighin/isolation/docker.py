@@ -296,7 +296,7 @@ class DockerStarted(Running):
             time.sleep(_PAUSE_S)
         if groups.outside(self.pid, group):
             raise IsolationUnavailable(
-                "the engine starts a command outside its container's cgroup, where it has no limit",
+                "this Docker engine starts commands outside of their container's cgroup, so without a limit",
                 "start a rootless engine as a service of your user: systemctl --user start docker",
             )
         if limit_bytes is not None:

@@ -151,7 +151,7 @@ def _obstacles(
     obstacles: list[tuple[object, str]] = [
         (cell.format not in info.formats, f"{name} does not {'write' if is_save else 'read'} {cell.format}, only {able}"),
         (of_gguf and not cell.releases, f"{name} of a GGUF file {of_gguf}"),
-        (cell.releases == LATEST and not info.packages, f"{name} needs no package that could be the latest"),
+        (cell.releases == LATEST and not info.packages, f"{name} needs no package of which --with latest could install the latest release"),
         (cell.use and cell.ranks > 1, f"the use {cell.use} is measured in one process: --ranks 1"),
         (cell.use in (TO_DEVICE, FORK) and kind != "cpu", f"the use {cell.use} needs a model on the CPU"),
         (info.shares_load and cell.ranks == 1, f"{name} divides a load: it needs --ranks 2 or more"),
@@ -196,8 +196,8 @@ def _of_this_run(
     if each.selection != selection or each.cell.format != own:
         options = " ".join(each.selection.options)
         raise ConfigError(
-            f"with its option {options}, strategy {each.cell.strategy} must read your own file, but this run would make it a copy",
-            f"give the run the same part and format: --checkpoint PATH {options}, without --format",
+            f"strategy {each.cell.strategy} has the option {options}, for which it must read your own file, but this run would convert it",
+            f"give the option to the whole run, and leave --format out: --checkpoint PATH {options}",
         )
     return each
 
@@ -217,5 +217,5 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(
             f"weighin skips every measurement of the run: {reasons}",
-            "weighin list strategies shows the formats and devices of each strategy",
+            "choose a strategy with your format and device: weighin list strategies",
         )

@@ -87,7 +87,7 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
             f"read that code; if you trust it: {again} --trust; or start a new run",
         )
     if (settings.within is not None) != search:
-        kind = "run that is no search for floors" if search else "search for floors (weighin floor)"
+        kind = "run that measures no floors" if search else "run of weighin floor"
         raise RecordError(f"{folder} contains a {kind}", f"to resume it: {again}")
     if settings.commands:
         planned = [Planned(cell) for cell in found.cells]
@@ -108,8 +108,8 @@ def _plan_commands(
         raise ConfigError("--with has no effect in an image", "install the release in the image")
     if LATEST in settings.releases:
         raise ConfigError(
-            "--with latest: of which package, weighin cannot know of a command",
-            "name it, without a release: --with transformers",
+            "--with latest: weighin cannot tell which package of the command is meant",
+            "name the package, without a release: --with transformers",
         )
     # Else the program is in the image or on another node.
     is_here = not (settings.isolation == "docker" or settings.image or nodes)
@@ -143,7 +143,7 @@ def _plan_commands(
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:
-    """Return the files among ``paths`` and in its folders."""
+    """Return each file of ``paths``, and every file below each folder of ``paths``."""
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():

@@ -84,7 +84,7 @@ class Run:
         return Floor(cell, self.results, self.settings.aim).first if is_limited else None
 
     def reference_for(self, cell: Cell) -> Reference | None:
-        """Return figures without a limit, to recognise thrashing by; None if that is allowed, or no floor is searched."""
+        """Return the figures without a limit, which show thrashing; None if it is allowed, or no floor is searched."""
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None
         return reference_of(self.unlimited_result(cell))
@@ -134,18 +134,18 @@ class Demand:
                 return f"{has} no {self.device}"
             if vram_bytes > (gpu_bytes := node.gpu_bytes[index]):
                 limit = format_exact(vram_bytes)
-                return f"the GPU of {has} {format_bytes(gpu_bytes)}, less than its limit {limit}"
+                return f"the GPU of {has} {format_bytes(gpu_bytes)}, less than vram={limit}"
         if is_now and ram_bytes > node.free_ram_bytes:
             return f"{has} {format_bytes(node.free_ram_bytes)} free, less than {ram}"
         return ""
 
 
 def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
-    """Return an isolation that works on the machines of a run, with a note; refuse what fits no machine."""
+    """Return an isolation that works on the run's machines, with a note; refuse limits that fit no machine."""
     if settings.device == "cpu" and any(limit is not None for limit in settings.vram):
         raise ConfigError(
             "vram limits GPU memory, but the device is cpu",
-            "add --device cuda, or leave the option out",
+            "add --device cuda, or leave vram out",
         )
     check_machines(map(Demand, settings.ram), nodes)
     if settings.device != "cpu":

@@ -74,9 +74,9 @@ def choose(settings: Settings) -> ChosenModels:
     if own:  # --checkpoint overrides those of the suite
         several = {}
     if selection and own is None:
-        what = "each model has one of its own" if several else "none is given"
+        what = "each model of the suite has a checkpoint of its own" if several else "none is given"
         raise ConfigError(
-            f"key and strip_prefix select weights in your own checkpoint, but {what}",
+            f"key and strip_prefix select weights in one checkpoint, but {what}",
             "add --checkpoint PATH (in a suite, the model's checkpoint: PATH), or leave key and strip_prefix out",
         )
     python_path: tuple[str, ...] = ()
@@ -101,8 +101,8 @@ def _selection(settings: Settings) -> Selection:
     first, *others = [Selection(entry.key, entry.strip_prefix) for entry in settings.models]
     if not settings.selection and any(other != first for other in others):
         raise ConfigError(
-            "the models of the suite select different parts of a checkpoint (key, strip_prefix),"
-            " but a run reads one part of one checkpoint",
+            "key or strip_prefix differ between the models of the suite, but one run reads one part of"
+            " one checkpoint",
             "give all models the same key and strip_prefix, or write a suite file for each model",
         )
     return settings.selection or first

@@ -113,7 +113,7 @@ def _third_party(operation: Operation) -> Iterator[Path]:
             spec = PathFinder.find_spec(part, list(folders)) if folders else None
         if not (spec and spec.origin and spec.has_location):
             raise ConfigError(
-                f"the entry point of strategy {entry.name!r} names {entry.value!r}, which cannot be found",
+                f"the installed strategy {entry.name!r} names {entry.value!r}, which cannot be found",
                 f"reinstall {entry.dist.name if entry.dist else entry.name}",
             )
         yield Path(spec.origin)
@@ -140,7 +140,7 @@ def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
 def chosen(
     settings: "Settings", own_format: str | None = None
 ) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
-    """Return the strategies of a run; if the user named none, and no default one reads ``own_format``, all that read it."""
+    """Return the strategies that the user named, else the default ones, else all that read ``own_format``."""
     pairs = []
     operation = settings.operation
     for entry in settings.strategies:
@@ -285,9 +285,9 @@ def model_and_checkpoint(
 ) -> tuple[ModelSpec, Path | None]:
     """Return the model that ``name`` stands for, and its checkpoint if ``name`` is a path.
 
-    A built-in model comes before a builder ("package.module:callable", "path/nets.py:callable"), a Hugging Face
-    folder or Hub id, a GGUF file, and any other checkpoint ("from:PATH" for one of any kind): its model is
-    the tensors that ``selection`` selects, and needs no code.
+    In this order, ``name`` is a built-in model, a builder ("package.module:callable", "path/nets.py:callable"),
+    a Hugging Face folder or Hub id, a GGUF file, or any other checkpoint, whose model is the tensors that
+    ``selection`` selects. "from:PATH" makes such a model of any checkpoint.
     """
     path = path_of(name, kwargs, choice.revision)
     if path is None:
@@ -338,8 +338,8 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
         return path
     if "://" in name:
         raise ConfigError(
-            f"{name} is an address, and weighin fetches nothing",
-            "fetch it first, then name the file or folder",
+            f"{name} is a URL, and weighin downloads no models",
+            "download it, then give the path of the file or folder",
         )
     if ":" in name:
         return None
@@ -379,8 +379,8 @@ def notes_on(
     if is_of_transformers and not (choice.model_class or folder.architectures):
         taken = f"{architecture}, which AutoModel chooses" if architecture else "that of AutoModel"
         notes.append(
-            f"config.json names no class in 'architectures', so weighin takes {taken}; to take another"
-            " class: --set model_class=CLASS"
+            f"config.json names no class in 'architectures', so weighin takes {taken}; to choose"
+            " another one: --set model_class=CLASS"
         )
     if parts := hf.parts_with_weights(path):
         notes.append(

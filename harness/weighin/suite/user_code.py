@@ -40,9 +40,9 @@ def of_file(name: str) -> tuple[str, Path]:
         parts.pop()
     if wrong := [part for part in parts if not part.isidentifier()] or [*{parts[0]} & _TAKEN]:
         raise ConfigError(
-            f"--model {name}: {wrong[0]!r} cannot be the name of a module of yours",
-            "rename it, for example to nets.py: letters, digits and underscores, and no module's name"
-            " of Python or weighin",
+            f"--model {name}: {wrong[0]!r} cannot be the name of your module",
+            "rename it, for example to nets.py: use letters, digits and underscores, but no name of a"
+            " module of Python or weighin",
         )
     return f"{'.'.join(parts)}:{function}", folder
 
@@ -84,7 +84,7 @@ def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
         raise ConfigError(f"{path} is not Python: {str(error) or type(error).__name__}") from None
     if not path.stem.isprintable():
         name = printable(str(path))
-        raise ConfigError(f"the {what} {name}: its name cannot be shown", "rename the file")
+        raise ConfigError(f"the {what} {name}: its name cannot be printed", "rename the file")
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if function.partition("(")[0] not in names:
         raise ConfigError(f"{path} has no function {function}", example)
