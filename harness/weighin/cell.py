@@ -17,7 +17,7 @@ FORWARD: Final = "forward"
 a function ``use(model)``, whose name without ".py" is that of the use.
 """
 NONE: Final = "none"
-"""Stands in place of a use if the measurement ends when the model is loaded."""
+"""Stands for no use: the measurement ends when the model is loaded."""
 TO_DEVICE: Final = "to-device"
 SAVE: Final = "save"
 FORK: Final = "fork"
@@ -42,7 +42,7 @@ SYNTHESISED: Final = "weighin.models.synthesised:from_tensors"
 """The builder that makes a model from the names and shapes of a checkpoint's tensors."""
 
 LATEST: Final = "latest"
-"""In place of a release: the newest of each package that the strategy needs."""
+"""Stands for the newest release of each package that the strategy needs."""
 
 BODY_PLUGIN: Final = "weighin-body"
 """The name of the pytest plugin that records phases when a measured process runs a test."""

@@ -68,7 +68,7 @@ class Channel:
             self._socket.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
 
     def receive(self, timeout_s: float = inf) -> dict[str, Any] | None:
-        """Return the next event, or None if the other process has ended; raise TimeoutError if none comes."""
+        """Return the next event; None if the other process has ended. TimeoutError: no event came in time."""
         deadline, start = monotonic() + timeout_s, 0
         while (end := self._read.find(b"\n", start)) < 0:
             start = len(self._read)  # a long event is searched once
@@ -161,7 +161,7 @@ class Child(Channel, contextlib.AbstractContextManager["Child"]):
 def ask(
     command: Sequence[str], variables: Mapping[str, str], timeout_s: float = inf
 ) -> tuple[dict[str, Any] | None, str]:
-    """Run a command to its end; return the event that it sent, or None and why, if it failed or sent none."""
+    """Run a command to its end; return the event that it sent and "", or None and why it sent none."""
     deadline = monotonic() + timeout_s
     with Child(command, variables) as child:
         event = child.receive(timeout_s)
@@ -202,7 +202,7 @@ class Parent(Channel):
 
 
 def end_with_parent(parent: int = 0) -> None:
-    """Let the kernel kill this process when the thread that started it, of the process ``parent``, ends."""
+    """Let the kernel kill this process when the thread of ``parent`` that started it ends."""
     _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG in linux/prctl.h
     if parent and os.getppid() != parent:  # it has ended before
         os._exit(ORPHANED)

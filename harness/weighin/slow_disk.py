@@ -59,7 +59,7 @@ class Pace:
 
 
 class Mount:
-    """A mount of a folder at ``folder``, served by ``pid``, whose files can be read."""
+    """A mount at ``folder``, whose files can be read. The process ``pid`` serves it."""
 
     def __init__(self, source: Path, pace: Pace, root: Path) -> None:
         source = source.absolute()

@@ -168,7 +168,7 @@ def test_a_reason_that_is_not_memory_gives_no_advice_on_memory(monkeypatch: Monk
     )
     monkeypatch.setattr(registry, "strategies", lambda: {})
     assert printed(advised(8 * GIB, allow=())).endswith(
-        "No strategy is left: --allow none leaves out all that load this model on cpu.\n"
+        "--allow none leaves out every strategy that loads this model on cpu.\n"
     )
 
 

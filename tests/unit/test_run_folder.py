@@ -270,7 +270,7 @@ def test_a_line_is_repaired_before_the_plan(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "why", "repair"),
-    [(13, "Permission denied", "change its permissions"), (21, "Is a directory", "put the file itself there")],
+    [(13, "Permission denied", "change its permissions"), (21, "Is a directory", "put a regular file there")],
 )  # fmt: skip
 def test_an_unreadable_file_has_a_repair(
     run: Path, monkeypatch: pytest.MonkeyPatch, code: int, why: str, repair: str

@@ -35,7 +35,7 @@ _ATTRIBUTE: Final = "_weighin_block"  # of a storage: its MemoryBlock
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """The memory that a storage would use in a real load; it ends with the storage, as an attribute."""
+    """The memory that a storage would use in a real load. It is an attribute of the storage, and ends with it."""
 
     ledger: "Ledger"
     place: Place
@@ -90,7 +90,7 @@ class Ledger:
         self._phase_peaks: Counter[str] = Counter()
 
     def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> MemoryBlock:
-        """Return the block of a storage; register a new one, ``allocated`` by torch just now or not."""
+        """Return the block of a tensor's storage. A new one grows the heap only if just ``allocated`` by torch."""
         storage = tensor.untyped_storage()
         known: MemoryBlock | None = getattr(storage, _ATTRIBUTE, None)
         if known:

@@ -279,7 +279,7 @@ def limits_around(folder: Path) -> list[tuple[int, Path]]:
 
 
 def room_in(folder: Path) -> int | None:
-    """Return what a cgroup can use under the limits around it, beside what the kernel cannot reclaim of others."""
+    """Return how much a cgroup can use under the limits around it, without the others' unreclaimable memory."""
 
     def unreclaimable(group: Path) -> int:
         stat = Cgroup(group).read_stat()

@@ -24,8 +24,8 @@ _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
 
 
 class Pause:
-    """Limits a repeated action to 5 % of one processor's time: ``with`` returns whether it is due. What the block
-    does in spite of it (``ProcessTable.keep``, after a steep rise) is not limited, and puts nothing off.
+    """Limits a repeated action to 5 % of one processor's time: ``with`` returns whether the action is due. What
+    the block does before it is due (``ProcessTable.keep``, after a steep rise) does not count.
     """
 
     def __init__(self, least_s: float = 0.0) -> None:

@@ -183,7 +183,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
-    """Judge every strategy under the question's limits; those that need more than ``question.allow`` are left out."""
+    """Judge every strategy under the question's limits; leave out those that need more than ``question.allow``."""
     known = [
         (one, prediction, prior.evidence.get((one.cell.strategy, one.cell.format)))
         for one, prediction in zip(prior.planned, prior.predictions, strict=True)
@@ -320,7 +320,7 @@ def _no_best(advice: Advice) -> str:
     asked = advice.question
     if not advice.candidates:
         allow = ",".join(asked.allow) or "none"
-        return f"No strategy is left: --allow {allow} leaves out all that load this model on {asked.device}."
+        return f"--allow {allow} leaves out every strategy that loads this model on {asked.device}."
     if all(one.verdict is FitVerdict.UNKNOWN for one in advice.candidates):
         why = ", ".join(dict.fromkeys(one.why for one in advice.candidates))
         return f"weighin cannot tell whether any strategy loads this model: {why}."

@@ -31,9 +31,9 @@ _OF_FOLDERS: Final = frozenset({"safetensors", *(each.name for each in LIBRARIES
 _DOUBT_TIMES: Final = 2
 """A strategy with a predicted time precedes a measured one only if it is faster by this factor."""
 _SAME_TIME, _SAME_TIME_S = 1.2, 0.1
-"""Counted times within this factor or difference are equal: predictions are no more accurate."""
+"""Times within this factor or difference count as equal, because predictions are no more accurate."""
 _CONVERSION_S: Final = 1.0
-"""A conversion takes this time, and as long as a load: that much longer a predicted load counts."""
+"""A conversion adds to a predicted load the time of another load, and this time."""
 READ_AHEAD: Final = 2
 """The number of requests that the kernel sends at once for sequential reads: the one for which the
 reader waits, and the next one (read-ahead)."""
@@ -273,11 +273,11 @@ def _request_s(pace: Pace, nbytes: int) -> float:
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the strategies from the best to the worst: by verdict, then by the time of the load.
 
-    If any strategy of a verdict was measured, predicted times count double. Strategies about as fast
-    as the fastest one are ordered: measured before predicted, without a conversion of the checkpoint
-    before with one, then by their number of other requirements, then by RAM. "About as fast" means
-    within ``noise_s`` of the fastest one, or within 20 % or 0.1 s if that was not measured. Strategies that
-    thrash are ordered by requirements and RAM before the time.
+    If any strategy of a verdict was measured, predicted times count double. Among strategies about as fast
+    as the fastest one, measured ones come before predicted ones, then those that need no conversion of the
+    checkpoint, then those with fewer other requirements, then those with less RAM. "About as fast" means
+    within the fastest one's ``noise_s`` or, if it has none, within 20 % or 0.1 s. Strategies that thrash are
+    ordered by requirements, then RAM, then time.
     """
     return [
         one

@@ -32,7 +32,7 @@ class Evidence:
     ready_s: dict[int | None, list[float]] = field(default_factory=dict)  # until all is read
 
     def take(self, result: Result, use: str = "") -> None:
-        """Add a record; if the record's use is not ``use``, add only the time of its load."""
+        """Add a record; of one with another use than ``use``, add only the time of the load."""
         cell, peaks = result.cell, result.peaks
         if result.outcome is Outcome.OK and result.ready_ns is not None:
             self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
@@ -62,7 +62,7 @@ class Evidence:
         return middle(self._ready_s_near(limit_bytes))
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median absolute deviation of these times; None for fewer than two."""
+        """Return the median absolute deviation of the times of ``median_ready_s``; None for fewer than two."""
         seconds = self._ready_s_near(limit_bytes)
         usual = statistics.median(seconds or [0])
         deviations = [abs(one - usual) for one in seconds]

@@ -116,7 +116,7 @@ class Place:
 
     @property
     def title(self) -> str:
-        """The line, with the function that it called or is in: "`load_state_dict` (script.py:14)"."""
+        """The function that the line called, else the one around it, and the line: "`load_state_dict` (script.py:14)"."""
         called = self.called[-1] if self.called else self.frame
         name = "import" if called.is_import else called.name
         return f"`{name}` ({self.frame.place})" if name else self.frame.place
@@ -124,7 +124,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What caused the memory use, the certain remedy, if any, and its line, if it is not the last one."""
+    """What caused the memory use; a remedy if one is sure; the line if it is not the last one that ran."""
 
     name: str
     words: str
@@ -179,7 +179,7 @@ class Facts:
         return next((one for one in at_once if own(one.frames)), last)
 
     def grown_since(self, files: Sequence[OpenFile]) -> int:
-        """Return by how much anonymous memory grew at least since the first of ``files`` was opened."""
+        """Return how much anonymous memory has grown, at least, since the first of ``files`` was opened."""
         seen_ns = [file.seen_ns for file in files if file.seen_ns is not None]
         if len(seen_ns) < len(files) or not self.samples:
             return 0

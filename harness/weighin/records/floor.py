@@ -126,7 +126,7 @@ def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | Non
 
 
 def why_stopped(result: Result) -> str:
-    """Say why a result ends the search without a floor; empty if it does not."""
+    """Say why a result ends the search without a floor; empty if the search goes on."""
     limit, outcome = result.cell.ram_limit_bytes, result.outcome
     if outcome is Outcome.OK or (limit is not None and outcome in _LACKING):
         return ""
@@ -194,8 +194,8 @@ def _estimate(first: Result, aim: Aim) -> int | None:
 
 
 def floors(results: Iterable[Result]) -> list[Floor]:
-    """Return a ``Floor`` for each search with a cell without a limit, even if it found no floor. It is
-    of the kind ``Aim.ENDS`` only if no floor of the kind ``Aim.SURVIVES`` was found.
+    """Return a ``Floor`` for each search that has a cell without a limit, even if the search found none. Its
+    kind is ``Aim.ENDS`` only if the search found a floor of this kind and none of ``Aim.SURVIVES``.
     """
     found = []
     for ours in grouped(results, lambda one: searched(one.cell).series).values():

@@ -225,7 +225,7 @@ def read(run: Path, *, past_damage: bool = False) -> Records:
     if twice := [name for (name, _), number in numbers.items() if number > 1]:
         warnings.append(
             f"{few(twice)}: several records of one cell, as when two runs write into one folder; the"
-            " figures may have disturbed each other"
+            " runs may have disturbed each other"
         )
     for repeats in grouped(results, lambda one: one.cell.series).values():
         if len({one.sources_hash for one in repeats} - {None}) > 1:
@@ -317,7 +317,7 @@ def read_file(run: Path, name: str) -> bytes:
         ) from error
     except OSError as error:
         is_denied = isinstance(error, PermissionError)
-        repair = "change its permissions" if is_denied else "put the file itself there"
+        repair = "change its permissions" if is_denied else "put a regular file there"
         repair += f"; to see what it is: ls -ld {quote(str(path))}"
         raise RecordError(f"cannot read {path}: {error.strerror}", repair) from error
 

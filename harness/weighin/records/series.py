@@ -87,7 +87,7 @@ class Series:
 
 
 def selects(selector: str, name: str) -> bool:
-    """Whether ``selector`` is a series' name, or each of its words, with shell wildcards, matches one of it."""
+    """Whether ``selector`` is the series' name, or each word of it (maybe with wildcards) matches a word there."""
     words = name.split(" ")
     return selector == name or all(
         any(word == pattern or fnmatchcase(word, pattern) for word in words)

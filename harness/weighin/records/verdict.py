@@ -37,7 +37,7 @@ class Judgement:
 
 
 def judge_result(result: Result, reference_ns: int | None = None) -> Judgement | None:
-    """Return the verdict on a cell, given its time without a limit, or under the highest larger one."""
+    """Return the verdict on a cell. ``reference_ns`` is its time without a limit or, without one, under the highest."""
     cell, outcome, limit = result.cell, result.outcome, result.cell.ram_limit_bytes
     is_ok, is_command = outcome is Outcome.OK, cell.operation == "command"
     if limit is None:

@@ -238,7 +238,7 @@ def is_beyond(bytes_: int | None, bound_bytes: int | None) -> bool:
 def contradiction(
     cell: Cell, peaks: Peaks, baseline: Memory | None, spent_ns: int, wall_ns: int
 ) -> str:
-    """Say how figures contradict each other, because what was measured got around the measurement."""
+    """Say which figures contradict each other: the measured program has got around the measurement."""
     outside, reset = "it had memory outside of its cgroup", "the peak was reset"
     # The sum over several ranks is not of one instant, and has the pages that they share twice.
     anon = peaks.anon_sampled_bytes if cell.ranks <= 1 else None

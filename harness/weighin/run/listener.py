@@ -152,7 +152,7 @@ class Reported:
 
     @property
     def where(self) -> str:
-        """A worker's position in words: "in phase 'read'" or "after phase 'read'"."""
+        """Where a worker is, in words: "in phase 'read'", "after phase 'read'", "before its first phase"."""
         if self.current is None:
             return "before its first phase"
         return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
@@ -171,7 +171,7 @@ class Reported:
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 
     def note(self, text: str) -> None:
-        """Note, once, that figures are missing or not exact, for a warning in the record."""
+        """Keep a warning for the record, once, such as that figures are missing or not exact."""
         if text not in self.told.notes:
             self.told.notes.append(text)
 
@@ -220,7 +220,7 @@ class Reported:
         self.open[begun.id] = _Open(begun, now)
 
     def end(self, ended: End, now: Counters) -> None:
-        """End a program's phase; the end of one that has not begun has no effect."""
+        """End a program's phase; do nothing if the phase has not begun."""
         self._read(ended, now)
         if one := self.open.pop(ended.id, None):
             self._close(one, now)

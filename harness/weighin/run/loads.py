@@ -52,7 +52,7 @@ _Key = tuple[str, str, str]
 
 
 class LoadSpec(Spec):
-    """A load, a save or a test's body. A worker that is asked for ``only_baseline`` is killed when it has reported it."""
+    """A load, a save or a test's body. A worker that is asked for ``only_baseline`` is killed once it has reported this."""
 
     only_baseline = False
     environment: releases.Environment | None = None

@@ -100,7 +100,7 @@ def measure(
     environment: Mapping[str, Any] | None = None,
     reference: verdict.Reference | None = None,
 ) -> Measured:
-    """Run one cell to its end, or until it thrashes in comparison with ``reference``, without a limit."""
+    """Run one cell to its end, or until it thrashes; ``reference`` is the same cell without a limit."""
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(spec.files) if spec.files else None
     doubt = ""

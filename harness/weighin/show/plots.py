@@ -179,7 +179,7 @@ def _compared(run: Measured) -> list[tuple[str, list[Row]]]:
 
 
 def draw_front(run: Measured) -> "Figure":
-    """Draw time over peak, with the Pareto front: no other row is better than these in both."""
+    """Draw time over peak, and the Pareto front: the rows than which no other is better in both."""
     scenes = _compared(run)
     drawn, kind = scenes[: look.MAX_PANELS], words.kind_of(run.rows)
     (key, name, accuracy), ready = kind.peak, kind.words["ready"]

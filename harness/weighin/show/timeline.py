@@ -148,7 +148,7 @@ def _highest(tracks: Sequence[Track]) -> float:
 
 
 def _thin(points: Sequence[_Point], memory: Callable[[_Point], int]) -> list[_Point]:
-    """Return of each group of neighbouring points the one with most memory: at most 300 points."""
+    """Return at most 300 points: of each group of neighbours, the one with the most memory."""
     step = max(1, -(-len(points) // 300))  # more only enlarge the SVG
     return [max(points[at : at + step], key=memory) for at in range(0, len(points), step)]
 

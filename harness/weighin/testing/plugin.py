@@ -84,7 +84,7 @@ class Weighin:
 
         Raises:
             HarnessError: the load or function cannot be measured. A load or function that fails
-                raises no error: its result has the outcome and the message of the failure. To read
+                raises no error: its result has the outcome and the message of the failure. Reading
                 the peaks of such a result raises AssertionError, so that the test fails.
             TypeError: a strategy got positional arguments.
         """
@@ -113,7 +113,7 @@ def weighin(request: pytest.FixtureRequest) -> Weighin:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test with a limit in a new process, and report the test's result."""
+    """Run a test that has a limit in a new process, and report its result."""
     marker, size = item.get_closest_marker(MARKER), item.config.getini(MARKER)
     if marker is None and not (size and isinstance(item, pytest.Function)):  # not for a doctest
         return None
