@@ -21,7 +21,7 @@ from small import WEIGHTS, folder_of, llama, saved, state
 GROUP: Final = "Files of other kinds"
 
 _INTO_TORCH: Final = r"\nload it into a PyTorch model with the library that it comes from, and save"
-_COMPILED: Final = r"\ngive the weights that it was made from"
+_COMPILED: Final = r"\ngive the weights from which it was made"
 _COPY_AGAIN: Final = r"\ncopy or download the file again"
 
 _POINTER: Final = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
@@ -157,7 +157,7 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         r"encrypted with age\ndecrypt it: age -d -o ",
     ),
     "arrays of NumPy (.npz)": (_by("model.npz", _arrays), r"arrays of NumPy \(.npz\)\nwrite them as tensors: python -c .*numpy.load"),
-    "one array of NumPy (.npy)": (_by("weight.npy", lambda file: numpy.save(file, torch.randn(8, 8).numpy())), r"one NumPy array .*\nname it: torch.save"),
+    "one array of NumPy (.npy)": (_by("weight.npy", lambda file: numpy.save(file, torch.randn(8, 8).numpy())), r"a NumPy array .*\ngive it a tensor name: torch.save"),
     "HDF5, as of Keras": (_bytes("model.h5", b"\x89HDF\r\n\x1a\n" + _SOME), rf"an HDF5 file, as Keras and TensorFlow write them{_INTO_TORCH}"),
     "HDF5 that is called pytorch_model.bin": (
         _bytes("pytorch_model.bin", b"\x89HDF\r\n\x1a\n" + _SOME),
@@ -196,7 +196,7 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
     "a folder whose weights are a pointer of git-lfs": (
         _folder(WEIGHTS, _POINTER), r"model.safetensors: a git-lfs pointer .*\nfetch the checkpoint: git lfs pull --include",
     ),
-    "a file of zeros": (_bytes("model.safetensors", bytes(4096)), r"begins with zeros, .* not written yet\nwait until the program that writes it"),
+    "a file of zeros": (_bytes("model.safetensors", bytes(4096)), r"begins with zeros, .* not written yet\nwait until its program has written it"),
     "an empty file": (_bytes("model.pt", b""), rf"empty file{_COPY_AGAIN}"),
     "a file of torch.save that ends early": (_cut(saved(state), 600), rf"truncated: the zip archive has no end record{_COPY_AGAIN}"),
     "a file of torch.save before 1.6 that ends early": (
