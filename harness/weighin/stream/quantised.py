@@ -139,8 +139,8 @@ def of_folder(folder: Path, config: Mapping[str, Any], slices: Sequence[Slice]) 
     if obstacle:
         obstacle += ": from_pretrained takes the quantised values for weights, or fails"
         repair = (
-            f"give a folder whose {CONFIG} has the {_KEY} that the quantising library wrote, if"
-            " transformers has the method; or load the model with that library"
+            "load the model with the library that quantised it; or, if transformers has the method,"
+            f" copy that library's {_KEY} into {CONFIG}"
         )
     name = (method or "").replace("_4bit", " 4-bit").replace("_8bit", " 8-bit")
     details = [described.get(key) for key in ("format", "quant_algo", "bnb_4bit_quant_type")]
