@@ -17,7 +17,7 @@ _DEEP: Final = f"nested deeper than {_MOST_DEPTH} levels, or contains itself"
 
 
 def read_bytes(path: "Path", most_bytes: int = 16 * MIB, *, within: "Path | None" = None) -> bytes:
-    """Return a regular file's content; OSError: it cannot be read, is longer, or a link lies below ``within``."""
+    """Return a regular file's content. OSError: it is unreadable, longer, or reached by a link below ``within``."""
     if within:
         no_link(path, within)
 

@@ -95,7 +95,7 @@ class Mount:
 
 
 def check(*, in_container: bool) -> None:
-    """Raise IsolationUnavailable if a slow disk (``in_container``: read by one) does not work here."""
+    """Raise IsolationUnavailable if a slow disk does not work here (or not ``in_container``)."""
     if find_spec("mfusepy") is None:
         why, repair = "mfusepy is not installed", install.command("disk")
     elif find_library("fuse") is None:

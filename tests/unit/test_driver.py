@@ -149,7 +149,7 @@ BECOMES: dict[str, tuple[Callable[..., Told], list[Node], list[Cell], list[str],
     "a GPU is lost": (lambda _, cell: SHORT if cell["device"] == "cuda" else MEASURED, [LARGE],
         [*ON_GPU, *cells(None, None)], ["0l", "1l"], "1 cell cannot run: large has no cuda"),
     "a disk is full": (small_says(FULL), [SMALL, LARGE], cells(*[None] * 5), ["0l", "1l", "2l", "3l", "4l"], ""),
-    "the only disk is full": (small_says(FULL), [SMALL], cells(None), [], "1 cell cannot run, no node is left: small: the disk is full"),
+    "the only disk is full": (small_says(FULL), [SMALL], cells(None), [], "1 cell cannot run, because no node is left: small: the disk is full"),
     "a record counts although its node failed after it": (lambda *_: MEASURED | FULL, [SMALL], TWO[:1], ["0s"], ""),
 }  # fmt: skip
 
@@ -261,7 +261,7 @@ def test_a_record_counts_although_another_cell_failed_at_the_same_time(
     monkeypatch.setattr(drivers, "wait", lambda running, *_: wait(running))  # for all
     crew = Crew(lambda _, cell: MEASURED if cell["repeat"] % 2 else FULL, SMALL)
     told = refused(run, tmp_path, crew, cells(None, GIB, 2 * GIB, 3 * GIB, 4 * GIB))
-    assert told.startswith("3 cells cannot run, no node is left: small: the disk is")
+    assert told.startswith("3 cells cannot run, because no node is left: small: the disk is")
     assert recorded(tmp_path) == ["1s", "3s"]
 
 
@@ -285,7 +285,7 @@ def test_the_cells_that_run_at_once_are_not_stopped_by_the_error_of_one(tmp_path
     crew = Slow(lambda _, cell: MEASURED if cell["repeat"] else FULL, SMALL)
     progress = Progress(preparing=lambda *_: failed.set())  # it is told that the node is left out
     told = refused(run, tmp_path, crew, cells(*[None] * 3), progress)
-    assert told.startswith("2 cells cannot run, no node is left: small: the disk is")
+    assert told.startswith("2 cells cannot run, because no node is left: small: the disk is")
     assert recorded(tmp_path) == ["1s"]
 
 
@@ -297,7 +297,9 @@ def test_a_cell_waits_for_no_node_if_all_that_could_run_it_are_lost(tmp_path: Pa
             raise HarnessError("stopped")
 
     told = refused(run, tmp_path, Dying(measured, LARGE), cells(None, None))
-    assert told == ("2 cells cannot run, no node is left: large: the node was lost\nadd a node")
+    assert told == (
+        "2 cells cannot run, because no node is left: large: the node was lost\nadd a node"
+    )
     assert recorded(tmp_path) == []
 
 

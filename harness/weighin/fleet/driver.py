@@ -218,7 +218,7 @@ class Driver:
         waiting = f"{left} cell{'s' * (left > 1)} cannot run"
         if not (nodes := self._alive.keys() - self._left_out.keys()):
             last = [*self._left_out.values()][-1]
-            message = f"{waiting}, no node is left: {last.message}"
+            message = f"{waiting}, because no node is left: {last.message}"
             return HarnessError(message, last.repair, exit_code=last.exit_code)
         demand = next(demand for demand, cells in self._waiting.items() if cells)
         short, no_gpu = self._short[demand], f"has no {demand.device}"

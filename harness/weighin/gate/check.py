@@ -174,7 +174,7 @@ def check(
     partial: bool = False,
     **typed: Iterable[str],
 ) -> GateResult:
-    """Judge runs by a baseline file and by rules, which ``typed`` adds to (``Rules.typed``).
+    """Judge runs by a baseline file and by rules; ``typed`` adds those of the command line (``Rules.typed``).
 
     If there are ``metrics``, only these are compared with the baseline file. A run in which planned cells
     have no record fails, unless only its measured part is judged (``partial``).

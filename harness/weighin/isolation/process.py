@@ -272,7 +272,7 @@ class ProcessTree:
         return [pid for pid, mark in _marks().items() if mark == self.mark]
 
     def kill(self) -> list[int]:
-        """Kill all processes but another user's, as of sudo; return the pids of the killed."""
+        """Kill all processes, except those of another user, such as sudo's; return the pids of the killed."""
         killed = []
         for pid in sorted({*self.members(), *self._marked()}):
             with suppress(PermissionError):

@@ -74,7 +74,7 @@ def _kind(func: Any) -> str:
 
 
 class Operations(TorchDispatchMode):
-    """Runs what creates views, allocates, or has small inputs; other results have no values."""
+    """Runs operations that make views, allocate, or have small inputs; other results get no values."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

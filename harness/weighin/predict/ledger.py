@@ -219,7 +219,7 @@ class Ledger:
 
     @property
     def tensor_bytes(self) -> int:
-        """The anonymous and page-locked memory of large tensors; ``anon_bytes`` has small ones."""
+        """The memory of large tensors, anonymous and page-locked; ``anon_bytes`` counts small tensors."""
         return self.heaps[0].pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
 
     @property

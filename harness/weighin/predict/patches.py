@@ -135,7 +135,7 @@ def _torch_files(ledger: Ledger) -> Iterator[Any]:
 
 
 def _streaming(ledger: Ledger) -> Iterator[Any]:
-    """The reads of ``load_streaming`` fill tensors that exist: only their buffers need more memory."""
+    """Skip the reads of ``load_streaming``: they fill tensors that exist, and only their buffers count."""
     from weighin.stream import construct, filling
     from weighin.stream.bytes import ALIGNMENT, DISK_THREADS, HUGE_PAGE_BYTES, PIECE_BYTES, Disk
     from weighin.stream.slices import Fill

@@ -118,7 +118,7 @@ class Prediction(Peaks):
         return self.floor_bytes - max(most, self.use.host_anon_most_bytes if self.use else 0)
 
     def with_use(self, name: str) -> int | None:
-        """Return the larger of the load's and the use's peak, such as "cuda_reserved_bytes"."""
+        """Return the larger peak of the load and the use; ``name`` is a field: "cuda_reserved_bytes"."""
         sizes = [getattr(one, name) for one in (self, self.use) if one]
         return max((size for size in sizes if size is not None), default=None)
 

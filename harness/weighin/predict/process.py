@@ -93,7 +93,7 @@ PRELOADED: Final = Preloaded()
 
 
 def gpu_bytes() -> tuple[int, int]:
-    """Create a CUDA context, load the kernels that read a model; return their anonymous bytes."""
+    """Create a CUDA context, and load the kernels that read a model; return the anonymous bytes of both."""
     context_bytes = kernels_bytes = 0
     if torch.cuda.is_available():
         before = anon_bytes()

@@ -66,7 +66,7 @@ class StackTaker:
         return "" if self.stacks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Begin to read stacks if the usage is near the limit, or much above that of the last one, which rises until it ends."""
+        """Begin to read stacks if the usage is near the limit, or much higher than during the last reading."""
         if self._reading and usage_bytes > self._taken[1]:
             self._taken = t_ns, usage_bytes
         if not all(one.done() for one in self._reading):

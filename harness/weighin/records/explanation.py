@@ -86,7 +86,7 @@ class Frame:
 
 
 def read_all(texts: Iterable[str]) -> tuple[Frame, ...]:
-    """Parse the frames of a stack, the innermost first; leave out texts of another form."""
+    """Parse the frames of a stack, innermost first; skip texts that are no frames."""
     found = [match.groups() for text in texts if (match := re.fullmatch(_FRAME, text))]
     return tuple(Frame(function, path, int(line)) for function, path, line in found)
 

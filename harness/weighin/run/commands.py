@@ -235,7 +235,7 @@ def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
 def take(
     task: Run, progress: Progress, planned: Planned, known_environment: Mapping[str, Any]
 ) -> Measured:
-    """Run one command; a signal that broke it off raises Interrupted, unless it is all that there is to measure."""
+    """Run one command. If a signal broke it off, raise Interrupted, unless there is nothing else to measure."""
     cell, settings = planned.cell, task.settings
     is_search = settings.within is not None
     if not settings.timeout_s and is_search and (first := task.unlimited_result(cell)):

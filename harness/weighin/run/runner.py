@@ -141,7 +141,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
 
 @contextmanager
 def only_run(patience_s: float = 0, progress: Progress | None = None) -> Iterator[None]:
-    """Hold the machine's lock, the name of a socket, which any user can take, and which the kernel frees."""
+    """Hold the machine's lock: the name of a socket, which any user can take, and the kernel frees."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
         deadline = time.monotonic() + patience_s
         while True:

@@ -58,7 +58,7 @@ def checkpoint_in(folder: Path, name: str) -> Path:
 
 
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
-    """Return the checkpoint's format if strategies load the user's own files; None if a converted copy."""
+    """Return the checkpoint's format if strategies load the user's own files; None if they load a copy."""
     if checkpoint is None or not checkpoint.exists():
         return None
     name = detect(checkpoint)

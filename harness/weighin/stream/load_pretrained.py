@@ -36,7 +36,7 @@ _USED: Final = {
     "a folder of diffusers": ("variant", "revision"),
     "a folder of timm": ("variant", "revision", "key", "strip_prefix"),
 }
-"""The arguments that have a meaning for a kind of folder, beside ``dtype``, ``device`` and ``threads``."""
+"""The arguments that apply to a kind of folder, beside ``dtype``, ``device`` and ``threads``."""
 
 
 def load_pretrained(

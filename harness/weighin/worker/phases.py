@@ -42,8 +42,8 @@ def named_by_strategy(name: object) -> str:
 
 
 class Marks:
-    """A worker's report to weighin; ``folder`` has its job and weighin's socket. The worker ends with weighin: by a
-    signal, also inside a long call of C; in a container, the engine sends it.
+    """A worker's report to weighin; ``folder`` has its job and weighin's socket. When weighin ends, a signal ends the
+    worker, even inside a long call of C; in a container, the engine sends the signal.
     """
 
     def __init__(self, folder: str, rank: int | None = None) -> None:
