@@ -23,6 +23,7 @@ from harms import Command, complaint
 from snapshots import Compare
 from state_files import assert_same
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from weighin import load_streaming
 from weighin.cell import ModelSpec
@@ -69,6 +70,14 @@ def test_a_dotted_key_finds_nested_dicts_keys_with_dots_and_beginnings_of_names(
     torch.save(state, path)
     (one,) = formats.read(path, Selection("model"))
     assert (one.name, one.shape) == ("w", (2,))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_files_of_a_distributed_checkpoint_are_known_before_its_key(tmp_path: Path) -> None:
+    whole = {"model": {"w": torch.ones(2), "_extra_state": {"recipe": 1}}, "step": 2}
+    save(whole, checkpoint_id=tmp_path, no_dist=True)
+    assert {one.name for one in formats.files(tmp_path)} == {".metadata", "__0_0.distcp"}
+    assert [one.name for one in formats.read(tmp_path, Selection("model"))] == ["w"]
 
 
 @pytest.mark.parametrize("prefix", ["module.", "module", "_orig_mod."])

@@ -42,6 +42,10 @@ _KNOWN: Final = re.compile(
 _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
 
 
+def files(folder: Path) -> list[Path]:
+    return [folder / INDEX, *sorted(folder.glob("*.distcp"))]
+
+
 def read(folder: Path, key: str) -> Checkpoint:
     """Return all tensors, or those below ``key``. torch has flattened nested dicts into dotted names."""
     path = folder / INDEX
@@ -82,7 +86,7 @@ def read(folder: Path, key: str) -> Checkpoint:
     if values and not key and (way := with_key(sizes)):
         what = f"not a flat state dict of tensors: {shown(next(iter(values)))} is not a tensor"
         raise CheckpointError(f"{path}: {what}", way)
-    found.values, found.files = values, (path, *sorted(folder.glob("*.distcp")))
+    found.values, found.files = values, (*files(folder),)
     return found
 
 

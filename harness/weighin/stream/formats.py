@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.stream import foreign, gguf_files, safetensors_files, sharded_files, torch_files, zero
+from weighin.stream import (
+    dcp_files,
+    foreign,
+    gguf_files,
+    safetensors_files,
+    sharded_files,
+    torch_files,
+    zero,
+)
 from weighin.stream.hugging_face_folder import find_weights, is_pretrained
 from weighin.stream.pretrained_library import WHOLE, Selection
 from weighin.stream.slices import Checkpoint, Slice
@@ -159,4 +167,6 @@ def files(path: Path) -> list[Path]:
     name, path = _located(path)
     if name in sharded_files.INDEX_FIELDS:  # which may be 20,000 files
         return [path / sharded_files.INDEX_NAME, *sorted(path.glob("*.pt"))]
+    if name == "dcp":  # whatever a key selects
+        return dcp_files.files(path)
     return [path] if name in (*PICKLED, _TENSORIZER) else [*read(path).files]
