@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pytest import MonkeyPatch
@@ -114,7 +115,8 @@ def asked_for() -> dict[str, dict[str, Any]]:
         "selection": Selection("model"),
     }
     ours = {"ram": 8 * GIB, "checkpoint": saved("x.safetensors")}
-    alone = saved("weights.pt")
+    alone, extra = saved("weights.pt"), Path("extra.pt")
+    torch.save({"w": torch.zeros(2), "_extra_state": {"scale": np.float32(2)}}, extra)
     folder = folder_of("llama", architectures=["LlamaForCausalLM"], model_type="llama")
     return {
         "what fits and asks for nothing": {"ram": 3 * GIB},
@@ -132,6 +134,7 @@ def asked_for() -> dict[str, dict[str, Any]]:
         "a part of a training checkpoint is read by others when it was saved again": part,
         "such a part without a conversion": {**part, "allow": ("weighin",)},
         "such a part after a conversion ...": {**part, "allow": ("resave",)},
+        "values that torch.load may refuse are beside the tensors ...": {"ram": 8 * GIB, "checkpoint": extra},
         "a checkpoint of safetensors": ours,
         "a checkpoint of safetensors that may be saved again ...": {**ours, "allow": ("resave",)},
         "a checkpoint without its model ...": {"model": registry.model(str(alone)), "checkpoint": alone},

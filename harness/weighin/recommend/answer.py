@@ -21,7 +21,7 @@ from weighin.show.table import Column, Entry, Table
 from weighin.slow_disk import Pace
 from weighin.stream import formats, hugging_face_folder, quantised
 from weighin.stream import gguf_files as gguf
-from weighin.stream.pretrained_library import TRANSFORMERS, WHOLE, Selection, library_in
+from weighin.stream.pretrained_library import TRANSFORMERS, WHOLE, Selection, library_in, library_of
 from weighin.suite import registry
 from weighin.units import format_bytes
 
@@ -72,6 +72,7 @@ class PriorKnowledge:
     evidence: dict[tuple[str, str], Evidence]
     checkpoint_format: str
     left_out: tuple[str, ...] = ()
+    holds_more: bool = False  # than tensors: the file, beside a module of the user's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,11 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         forward=question.use == FORWARD,
         use_paths={question.use: question.use_path},
     )
-    return PriorKnowledge(tuple(planned), tuple(predictions), evidence, fmt, tuple(left_out))
+    more = False
+    if question.checkpoint and library_of(question.model.builder) is None:
+        more = not formats.read(question.checkpoint, question.selection).only_tensors
+    known = tuple(planned), tuple(predictions), evidence, fmt, tuple(left_out)
+    return PriorKnowledge(*known, holds_more=more)
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
@@ -192,8 +197,13 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
     times_slower = candidates.slowness([(one, found) for _, one, found in known if found], speeds)
     judged = []
     for one, prediction, evidence in known:
-        # A strategy that does not read the selected part itself needs it as a checkpoint of its own.
-        fmt = "" if question.selection and not one.cell.options else prior.checkpoint_format
+        # A strategy that does not read the selected part itself, or unpickles values that torch.load may
+        # refuse, needs the tensors as a checkpoint of their own.
+        reads_more = "key" in one.strategy.options and not one.strategy.weights_only
+        is_apart = (
+            not one.cell.options if question.selection else prior.holds_more and not reads_more
+        )
+        fmt = "" if is_apart else prior.checkpoint_format
         predicted_s = times_slower * candidates.predicted_ready_s(prediction, speeds)
         judged.append(
             candidates.assess(one.strategy, prediction, evidence, predicted_s, question.limits, fmt)
