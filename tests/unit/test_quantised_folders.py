@@ -315,7 +315,7 @@ def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
     assert UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers") in text
 
 
-@pytest.mark.parametrize("name", ["mxfp4", *nightly("fp8")])
+@pytest.mark.parametrize("name", ["mxfp4", "compressed int4", *nightly("fp8")])
 def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
     make: Make, name: str
 ) -> None:

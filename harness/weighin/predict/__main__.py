@@ -185,6 +185,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
         predicted = run(
             cell, builder, checkpoint, strategy, baseline, own_bytes,
             request["read_ahead_bytes"], request["kernels_bytes"], use, function, inputs,
+            is_own=bool(request["source"] and request["is_own"]),
         )  # fmt: skip
     finally:
         # C code, spawn and forkserver start processes without an event; ``_in_fork`` finds those that still run.

@@ -82,6 +82,7 @@ class Ledger:
         self.phases: list[PredictedPhase] = []
         self.other_anon_bytes = own_bytes  # of this process, which a real load would not need
         self.pinned_bytes = 0
+        self.has_values = False  # whether the files are the user's own, and no files of holes
         self.forced_place: Place | None = None  # of new storages; None for the usual place
         self._files: list[MappedFile] = []
         self.heaps = Heap(), Heap(reuses=True), Heap(pinned=True)

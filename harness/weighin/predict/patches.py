@@ -31,6 +31,7 @@ from weighin.stream.tensors import storage_key
 from weighin.units import MIB
 
 _OF_A_STEP_BYTES: Final = 2 * MIB  # the codes, float32 values and result of 64 Ki elements
+_SHAPE_BYTES: Final = 64  # 8 dimensions
 _CUDA: Final = torch.device("cuda", 0)
 
 
@@ -141,6 +142,7 @@ def _streaming(ledger: Ledger) -> Iterator[Any]:
     from weighin.stream.slices import Fill
 
     original: Callable[[], None] = construct.give_back_heap
+    original_fill = filling.fill
 
     def fill(fills: Sequence[Fill], disk: Disk) -> None:
         stored = [one for one in fills if not one.where.fill]
@@ -156,6 +158,10 @@ def _streaming(ledger: Ledger) -> Iterator[Any]:
             for where, out in stored:
                 fresh = ledger.work["fresh_bytes"]
                 ledger.write(out)
+                # Libraries read shapes that quantised weights have as small tensors.
+                if ledger.has_values and out.nbytes <= _SHAPE_BYTES and not out.is_floating_point():
+                    original_fill([Fill(where, out)], disk)
+                    ledger.block_of(out).known = True
                 if out.nbytes >= HUGE_PAGE_BYTES:
                     # Huge pages cause few page faults, but zeroing them takes as long as a write.
                     ledger.work["fresh_bytes"] = fresh

@@ -130,11 +130,14 @@ def run(
     use: str = "",
     function: Function | None = None,
     inputs: Inputs | None = None,
+    *,
+    is_own: bool = False,  # whether ``checkpoint`` is the user's
 ) -> Prediction:
     """Run a cell's strategy on tensors that only reserve address space, and return what a load takes."""
     device, dtype = torch.device(cell.device), getattr(torch, cell.dtype)
     gpu = CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None
     ledger = Ledger(gpu, baseline, own_bytes)
+    ledger.has_values = is_own
     PRELOADED.on_import = ledger.adopt
     job = Load(
         checkpoint, device, dtype, cell.options, _model=cell.model, _builder=builder, _marks=ledger
