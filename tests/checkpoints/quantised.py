@@ -21,9 +21,10 @@ _PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 _ASKS: Final[Mapping[str, str]] = {
     "bitsandbytes int8": "bitsandbytes", "bitsandbytes nf4": "bitsandbytes",
-    "gptq": "optimum, gptqmodel", "awq": "gptqmodel", "quanto": "optimum-quanto", "hqq": "hqq",
+    "gptq": "optimum", "awq": "gptqmodel", "quanto": "optimum-quanto", "hqq": "HQQ",
 }  # fmt: skip
-"""Packages that no environment of ours has: strategy transformers names them."""
+"""Packages that no environment of ours has."""
+_LIBRARY: Final = "from_pretrained fails: ImportError: .*"
 
 
 def _folder(name: str) -> Maker:
@@ -45,8 +46,8 @@ def _layout(name: str) -> Layout:
         told = refused(f"{words}.*{why}", all_but("inspect"))
         return Layout(f"codes of {name}", GROUP, _folder(name), told)
     told = refused(words, ("baseline",) if name in OURS else _ALL_THAT_LOAD)
-    if asked := _ASKS.get(name):
-        told |= {"transformers": f"needs .*{asked}"}
+    if asked := _ASKS.get(name):  # before a load is tried, the library is asked for its model
+        told |= refused(f"{_LIBRARY}{asked}", ("streaming", "transformers", "baseline"))
     return Layout(name, GROUP, _folder(name), told, packages=_PACKAGES.get(name, ()))
 
 
@@ -84,7 +85,7 @@ LAYOUTS: Final = [
     ),
     Layout(
         "quantization_config of gptq, and weights that are no codes", GROUP, _of_method(quant_method="gptq", bits=4),
-        refused(r"quantised with gptq \(4 bits\)|needs optimum", all_but("inspect")),
+        refused(rf"quantised with gptq \(4 bits\)|{_LIBRARY}optimum", all_but("inspect")),
     ),
     Layout("quantization_config of a method that transformers leaves alone", GROUP, _of_method(quant_method="of-another-library")),
     Layout(
