@@ -33,28 +33,12 @@ class Way:
 
 
 WAYS: Final = (
-    Way(16, 2),
-    Way(16, 2, keeps_layer_lists=False),
-    Way(8, 2),
-    Way(16, 4),
-    Way(16, 4, None, keeps_layer_lists=False),
-    Way(32, 3),
-    Way(4, 2),
-    Way(16, None),
-    Way(8, None, None),
-    Way(4, None, None),
-    Way(2, 2, None),
-    Way(1, 2),
-    Way(1, 2, None, keeps_layer_lists=False),
-    Way(1, None, None),
-)
+    Way(16, 2), Way(16, 2, keeps_layer_lists=False), Way(8, 2), Way(16, 4),
+    Way(16, 4, None, keeps_layer_lists=False), Way(32, 3), Way(4, 2), Way(16, None), Way(8, None, None),
+    Way(4, None, None), Way(2, 2, None), Way(1, 2), Way(1, 2, None, keeps_layer_lists=False), Way(1, None, None),
+)  # fmt: skip
 
-_SKIPPED: Final = {
-    "id2label",
-    "label2id",
-    "task_specific_params",
-    "architectures",
-}
+_SKIPPED: Final = {"id2label", "label2id", "task_specific_params", "architectures"}
 _NEEDED: Final[dict[str, Any]] = {"prediction_length": 8, "vocabulary_map": {"<image>": 4}}
 """Fields that have no default, but that models need."""
 _PER_LAYER: Final = ("layer_types", "layers_block_type")
