@@ -1,6 +1,8 @@
 """Write and draw what a load takes with each release of a package, from the records of suites with ``with:``."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Final
 
 from packaging.requirements import Requirement
@@ -12,19 +14,19 @@ from weighin.records.metrics import grouped, middle, outcome_of
 from weighin.records.series import Measured
 from weighin.result import Outcome, Result
 from weighin.show import style
+from weighin.show.table import Table
 from weighin.show.words import scaled
 from weighin.text import markdown as escaped
 from weighin.text import one_line
-from weighin.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # the import of matplotlib takes half a second
     from matplotlib.figure import Figure
 
-_COLUMNS: Final = ("anonymous (sampled), x model", "peak RSS, x model", "ready")
-_REASON_LENGTH: Final = 110  # characters
+_REASON_LENGTH: Final = 62  # characters
+_USUAL: Final = re.compile(f"{run_tables.USUAL.pattern}|isolation cgroup|format .*")
+_PLACE: Final = re.compile(r" \(\w+\.py:\d+\)$")
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", style.INK)
 _MARKERS: Final = "osD^vP"
-_LINE_WIDTH: Final = 1.4
 
 
 def package_of(results: Sequence[Result]) -> str:
@@ -57,36 +59,45 @@ def _lines_of(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def markdown_releases(results: Sequence[Result], picture: str) -> str:
-    """Return a picture, and a table per model and strategy: a row per release, with peaks above the imports."""
-    package = package_of(results)
-    parts = [f"![Anonymous peak with each release of {package}]({picture})"]
-    for title, ours in _lines_of(results).items():
-        size = next((one.model_bytes for one in ours if one.model_bytes), 0)
-        heading = (
-            f"**{escaped(title)}** ({format_bytes(size)})" if size else f"**{escaped(title)}**"
-        )
-        rows = [
-            [release, *_figures(repeats)] for release, repeats in in_order(ours, package).items()
-        ]
-        lines = [f"| {' | '.join(row)} |" for row in [[package, *_COLUMNS], *rows]]
-        parts += [heading, "\n".join([lines[0], "| --- | ---: | ---: | ---: |", *lines[1:]])]
-    run = Measured([one for one in results if one.outcome is Outcome.OK] or results)
-    return "\n\n".join([*parts, run_tables.caption(run)])
-
-
-def _figures(repeats: Sequence[Result]) -> list[str]:
-    good = [one for one in repeats if one.outcome is Outcome.OK]
-    if not good:
-        reason = repeats[0].message.partition("\n")[0]
-        about = f" {repeats[0].cell.releases}: "
-        text = reason.replace(about, ": ") or outcome_of(one.outcome for one in repeats)
-        return [escaped(one_line(text, _REASON_LENGTH)), "-", "-"]
-    size, ready_ns = good[0].model_bytes, middle(one.ready_ns for one in good)
-    return [
-        scaled(middle(map(run_tables.anonymous_bytes, good)), size, 2),
-        scaled(middle(map(run_tables.resident_bytes, good)), size, 2),
-        "-" if ready_ns is None else format_seconds(ready_ns),
+    """Return a picture and a table: a row per release, a column per model or strategy, and why some did not load."""
+    package, reasons = package_of(results), dict[str, int]()
+    columns = {
+        title: _column(in_order(ours, package), reasons)
+        for title, ours in _lines_of(results).items()
+    }
+    rows = [
+        [release, *(column.get(release, "-") for column in columns.values())]
+        for release in in_order(results, package)
     ]
+    loads = len({one.cell.repeat for one in results})
+    run = Measured([one for one in results if one.outcome is Outcome.OK] or results)
+    parts = [
+        f"![Peaks by release of {package}]({picture})",
+        Table.of([package, *columns], rows).markdown(),
+        "\n".join(f"{number}. {escaped(why)}" for why, number in reasons.items()),
+        f"medians of {loads} · " * (loads > 1) + run_tables.caption(run, _USUAL),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _column(found: Mapping[str, Sequence[Result]], reasons: dict[str, int]) -> dict[str, str]:
+    """Return the peak with each release, with the time if times are far apart, or else the number of the reason."""
+    column, times = dict[str, str](), dict[str, int]()
+    for release, repeats in found.items():
+        if good := [one for one in repeats if one.outcome is Outcome.OK]:
+            peak = middle(map(run_tables.anonymous_bytes, good))
+            column[release] = scaled(peak, good[0].model_bytes, 2)
+            times[release] = middle(one.ready_ns for one in good) or 0
+        else:
+            first = repeats[0]
+            why = first.message.partition("\n")[0].replace(f" {first.cell.releases}: ", ": ")
+            why = one_line(_PLACE.sub("", why) or outcome_of(one.outcome for one in repeats))
+            why = shorten(why, _REASON_LENGTH, placeholder=" ...")
+            column[release] = f"no ({reasons.setdefault(why, len(reasons) + 1)})"
+    if times and max(times.values()) >= 2 * min(times.values()):
+        for release, time in times.items():
+            column[release] += f" · {scaled(time, 1e9, 2)} s"
+    return column
 
 
 def draw_releases(results: Sequence[Result]) -> "Figure":
@@ -103,12 +114,10 @@ def draw_releases(results: Sequence[Result]) -> "Figure":
             else float("nan")
             for release in order
         ]
-        look: dict[str, Any] = {
-            "color": _COLOURS[number % len(_COLOURS)],
-            "marker": _MARKERS[number % 6],
-        }
-        axes.plot(range(len(order)), peaks, linewidth=_LINE_WIDTH, markersize=4.5, **look)
-        handles += style.legend((True, style.verbatim(title), {"linewidth": _LINE_WIDTH, **look}))
+        look: dict[str, Any] = {"color": _COLOURS[number % 6], "marker": _MARKERS[number % 6]}
+        look["linewidth"] = 1.4
+        axes.plot(range(len(order)), peaks, markersize=4.5, **look)
+        handles += style.legend((True, style.verbatim(title), look))
     axes.set_xticks(range(len(order)), order)
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", linewidth=0.4, alpha=0.5)

@@ -23,14 +23,14 @@ CONVERTING: Final = (
     "load", "strategy", "anonymous (sampled), x result", "peak RSS, x result", "load time",
 )  # fmt: skip
 PREDICTED: Final = "predicted.json"
-_USUAL: Final = re.compile(
+USUAL: Final = re.compile(
     r"device cpu|no RAM limit|float32|cold page cache|x86_64|AMD EPYC|Linux .*|cgroup v1|torch .*|saving"
 )
 """What a caption leaves out: the pages say it once of all runs."""
 CHECKED: Final = ("run", "series", "anonymous MiB", "strategy", "floor MiB", "strategy")
 
 
-def caption(run: Measured, usual: re.Pattern[str] = _USUAL) -> str:
+def caption(run: Measured, usual: re.Pattern[str] = USUAL) -> str:
     """Return what all rows share, as Markdown, without what the pages say once of all runs (``usual``)."""
     about = words.shared(run, without=("ram_limit_bytes",) if run.floors else ()).split(" · ")
     text = " · ".join(one for one in about if not usual.fullmatch(one))

@@ -180,7 +180,6 @@ def keys_of(name: str) -> str:
     """
     kind, keys = _KINDS[name]
     verb = "bench" if name == "suite" else "run"
-    fields = {field.alias or key: field for key, field in kind.model_fields.items()}
     lines, told = ["| key (default) | meaning |", "|---|---|"], []
     fields = {field.alias or name: field for name, field in kind.model_fields.items()}
     for key in keys:

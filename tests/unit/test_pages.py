@@ -89,18 +89,47 @@ def of_release(version: str, outcome: Outcome | None = None, message: str = "") 
 
 def test_releases_stand_in_their_order_with_the_reason_of_those_that_failed(tmp_path: Path) -> None:
     why = "cannot import tinyloader==1.2: ImportError: no library | here\nmore"
-    broken = of_release("1.2", Outcome.SKIPPED, why)
-    run_of(tmp_path / (run := "results/published/x"), of_release("1.10"), broken, of_release("1.9"))
-    page = fill(f"<!-- {run} releases -->\n<!-- end -->", tmp_path)
-    lines = page.splitlines()
-    rows = [line for line in lines if line.startswith("| 1.")]
-    assert [row.split(" | ")[0] for row in rows] == ["| 1.2", "| 1.9", "| 1.10"]
-    assert rows[0] == "| 1.2 | cannot import: ImportError: no library \\| here | - | - |"
-    assert re.fullmatch(r"\| 1.9 \| \d+\.\d\d \| \d+\.\d\d \| [\d.]+ s \|", rows[1]), rows[1]
+    page = page_of(
+        tmp_path,
+        of_release("1.10"),
+        of_release("1.2", Outcome.SKIPPED, why),
+        of_release("1.3", Outcome.STRATEGY_FAILED, f"OSError: {'w' * 40} {'w' * 40} (x.py:3)"),
+        of_release("1.4", Outcome.SKIPPED, why.replace("1.2", "1.4")),
+        of_release("1.9"),
+    )
+    rows = [line for line in page.splitlines() if line.startswith("| 1.")]
+    assert rows[:3] == ["| 1.2 | no (1) |", "| 1.3 | no (2) |", "| 1.4 | no (1) |"]
+    assert [re.sub(r"\d\.\d\d \|$", "x |", row) for row in rows[3:]] == [
+        "| 1.9 | x |",
+        "| 1.10 | x |",
+    ]
+    first = "\n1. cannot import: ImportError: no library \\| here\n"
+    assert f"{first}2. OSError: {'w' * 40} ...\n" in page
     (picture,) = draw(page, tmp_path).values()
     drawn = words(picture.decode())
     assert drawn.index("1.2") < drawn.index("1.9") < drawn.index("1.10")
     assert "Loading with each release of tinyloader" in drawn
+
+
+def test_times_that_are_far_apart_stand_beside_the_peaks(tmp_path: Path) -> None:
+    taken = {"1.1": (990_000_000, 1_000_000_000, 5_000_000_000), "1.2": (2_000_000_000,) * 3}
+    page = page_of(
+        tmp_path,
+        *(
+            replace(one, ready_ns=ready_ns, cell=replace(one.cell, repeat=repeat))
+            for one in map(of_release, taken)
+            for repeat, ready_ns in enumerate(taken[one.cell.releases.partition("==")[2]])
+        ),
+    )
+    assert re.findall(r"^\| (1\.\d) \| \d\.\d\d · (.*) \|$", page, re.MULTILINE) == [
+        ("1.1", "1.00 s"), ("1.2", "2.00 s"),
+    ]  # fmt: skip
+    assert "\nmedians of 3 · " in page
+
+
+def page_of(root: Path, *results: Result) -> str:
+    run_of(root / (run := "results/published/x"), *results)
+    return fill(f"<!-- {run} releases -->\n<!-- end -->", root)
 
 
 @pytest.mark.usefixtures("here")
