@@ -9,7 +9,7 @@
 weights a load converts, dequantises or merges, of 300 to 800 MB once they are loaded. "loaders" are those of
 docs/results.md, in bfloat16: a Llama of 395 MiB and a mixture of experts of 459 MiB. "published" is the model of a
 published run, in results/folders. "releases" are the inputs of configs/suites/releases-*.yaml, in
-results/folders/releases, which releases of transformers from 2024 on can read: each is a model of 330 to 400 MiB.
+results/folders/releases, which releases of transformers or diffusers from 2024 on can read: models of 310 to 400 MiB.
 A folder that exists is left as it is.
 """
 
@@ -34,22 +34,23 @@ sys.path += [str(TESTS), str(TESTS / "checkpoints")]
 import gguf_files  # noqa: E402 (in the tests, which make small files of the same kinds)
 import quantised_folders  # noqa: E402
 
-LLAMA: Final[Mapping[str, Any]] = {
+Sizes = Mapping[str, Any]
+LLAMA: Final[Sizes] = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16,
     "num_key_value_heads": 8, "vocab_size": 16_000, "tie_word_embeddings": False,
 }  # fmt: skip
-EXPERTS: Final[Mapping[str, Any]] = {
+EXPERTS: Final[Sizes] = {
     "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 4,
     "vocab_size": 32_000,
 }  # fmt: skip
-OSS: Final[Mapping[str, Any]] = {
+OSS: Final[Sizes] = {
     "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 16_000, "num_local_experts": 16,
     "num_experts_per_tok": 4, "layer_types": ["sliding_attention", "full_attention"] * 3,
 }  # fmt: skip
-DENSE: Final[Mapping[str, Any]] = {**LLAMA, "num_hidden_layers": 6}
-MIXTRAL: Final[Mapping[str, Any]] = {
+DENSE: Final[Sizes] = {**LLAMA, "num_hidden_layers": 6}
+MIXTRAL: Final[Sizes] = {
     "hidden_size": 512, "intermediate_size": 896, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "num_local_experts": 8, "vocab_size": 9_000,
     "max_position_embeddings": 4096,  # of each layer, transformers 4.40 keeps tables of this length
@@ -57,7 +58,7 @@ MIXTRAL: Final[Mapping[str, Any]] = {
 RANK: Final = 64
 
 
-def made(architecture: str, settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def made(architecture: str, settings: Sizes, dtype: torch.dtype) -> Any:
     """Return a model of transformers with random weights."""
     kind = pretrained_class(architecture)
     before = torch.get_default_dtype()
@@ -68,13 +69,8 @@ def made(architecture: str, settings: Mapping[str, Any], dtype: torch.dtype) -> 
         torch.set_default_dtype(before)
 
 
-def saved(
-    architecture: str,
-    settings: Mapping[str, Any],
-    folder: Path,
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    made(architecture, settings, dtype).save_pretrained(folder)
+def saved(name: str, sizes: Sizes, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    made(name, sizes, dtype).save_pretrained(folder)
 
 
 def built_in(folder: Path) -> None:
@@ -95,16 +91,17 @@ def readable(folder: Path) -> None:
     file.write_text(json.dumps(config, indent=2))
 
 
-def readable_saved(architecture: str, settings: Mapping[str, Any], folder: Path) -> None:
+def readable_saved(architecture: str, settings: Sizes, folder: Path) -> None:
     saved(architecture, settings, folder, torch.float32)
     readable(folder)
 
 
-def pickled(folder: Path) -> None:
-    """Write a Llama as pytorch_model.bin, which transformers 5 reads, but no longer writes."""
-    readable_saved("LlamaForCausalLM", DENSE, folder)
-    weights = folder / "model.safetensors"
-    torch.save(load_file(weights), folder / "pytorch_model.bin")
+def pickled(maker: Callable[[Path], None], folder: Path) -> None:
+    """Write a folder with a .bin, which today's releases read, but no longer write."""
+    maker(folder)
+    (weights,) = folder.glob("*.safetensors")
+    name = f"pytorch_{weights.stem}".replace("pytorch_diffusion_", "diffusion_")
+    torch.save(load_file(weights), folder / f"{name}.bin")
     weights.unlink()
 
 
@@ -123,14 +120,21 @@ def readable_gguf(folder: Path) -> None:
     readable(folder)
 
 
-def gguf_of(kind: str, folder: Path, settings: Mapping[str, Any] = LLAMA) -> None:
+def unet(folder: Path) -> None:
+    from diffusers import UNet2DConditionModel  # which no other folder needs
+
+    kind = UNet2DConditionModel(block_out_channels=(96, 192, 384, 384), cross_attention_dim=768)
+    kind.save_pretrained(folder)
+
+
+def gguf_of(kind: str, folder: Path, settings: Sizes = LLAMA) -> None:
     model = made("LlamaForCausalLM", settings, torch.float32)
     folder.mkdir(parents=True)
     file, arrays = folder / f"{folder.name}.gguf", gguf_files.of_llama(model)
     gguf_files.write(file, "llama", arrays, kind, model)
 
 
-def quantised(name: str, sizes: Mapping[str, Any], folder: Path) -> None:
+def quantised(name: str, sizes: Sizes, folder: Path) -> None:
     quantised_folders.write_folder(folder, name, sizes)
 
 
@@ -169,9 +173,11 @@ MAKERS: Final[Mapping[str, Mapping[str, Callable[[Path], None]]]] = {
     "releases": {
         "dense": partial(readable_saved, "LlamaForCausalLM", DENSE),
         "experts": partial(readable_saved, "MixtralForCausalLM", MIXTRAL),
-        "bin": pickled,
+        "bin": partial(pickled, partial(readable_saved, "LlamaForCausalLM", DENSE)),
         "gguf": readable_gguf,
         "fp8": readable_quantised,
+        "unet": unet,
+        "unet-bin": partial(pickled, unet),
     },
     "loaders": {
         "llama": partial(saved, "LlamaForCausalLM", {**LLAMA, "vocab_size": 32_000}),
