@@ -96,17 +96,17 @@ def readable_saved(architecture: str, settings: Sizes, folder: Path) -> None:
     readable(folder)
 
 
-def pickled(maker: Callable[[Path], None], folder: Path) -> None:
+def pickled(maker: Callable[[Path], object], folder: Path) -> None:
     """Write a folder with a .bin, which today's releases read, but no longer write."""
     maker(folder)
     (weights,) = folder.glob("*.safetensors")
-    name = f"pytorch_{weights.stem}".replace("pytorch_diffusion_", "diffusion_")
-    torch.save(load_file(weights), folder / f"{name}.bin")
+    stem = "pytorch_model" if weights.stem == "model" else weights.stem
+    torch.save(load_file(weights), folder / f"{stem}.bin")
     weights.unlink()
 
 
 def readable_quantised(folder: Path) -> None:
-    quantised("fp8", {**LLAMA, "head_dim": 64}, folder)
+    quantised_folders.write_folder(folder, "fp8", {**LLAMA, "head_dim": 64})
     readable(folder)
 
 
@@ -114,17 +114,16 @@ def readable_gguf(folder: Path) -> None:
     """Write a Llama as GGUF, with the config.json that transformers 4.44 asks for."""
     gguf_of("Q8_0", folder, DENSE)
     kind = pretrained_class("LlamaForCausalLM")
-    kind.config_class(**DENSE, architectures=[kind.__name__], dtype="float32").save_pretrained(
-        folder
-    )
+    config = kind.config_class(**DENSE, architectures=[kind.__name__], dtype="float32")
+    config.save_pretrained(folder)
     readable(folder)
 
 
 def unet(folder: Path) -> None:
     from diffusers import UNet2DConditionModel  # which no other folder needs
 
-    kind = UNet2DConditionModel(block_out_channels=(96, 192, 384, 384), cross_attention_dim=768)
-    kind.save_pretrained(folder)
+    net: Any = UNet2DConditionModel(block_out_channels=(96, 192, 384, 384), cross_attention_dim=768)
+    net.save_pretrained(folder)
 
 
 def gguf_of(kind: str, folder: Path, settings: Sizes = LLAMA) -> None:
@@ -132,10 +131,6 @@ def gguf_of(kind: str, folder: Path, settings: Sizes = LLAMA) -> None:
     folder.mkdir(parents=True)
     file, arrays = folder / f"{folder.name}.gguf", gguf_files.of_llama(model)
     gguf_files.write(file, "llama", arrays, kind, model)
-
-
-def quantised(name: str, sizes: Sizes, folder: Path) -> None:
-    quantised_folders.write_folder(folder, name, sizes)
 
 
 def adapted(folder: Path) -> None:
@@ -158,15 +153,15 @@ def adapted(folder: Path) -> None:
     save_file(matrices, adapter / "adapter_model.safetensors", {"format": "pt"})
 
 
-MAKERS: Final[Mapping[str, Mapping[str, Callable[[Path], None]]]] = {
+MAKERS: Final[Mapping[str, Mapping[str, Callable[[Path], object]]]] = {
     "converting": {
         "experts": partial(saved, "Qwen3MoeForCausalLM", EXPERTS),
         "float32": partial(saved, "LlamaForCausalLM", LLAMA, dtype=torch.float32),
         "gguf-Q8_0": partial(gguf_of, "Q8_0"),
         "gguf-Q4_K": partial(gguf_of, "Q4_K"),
         "gguf-F16": partial(gguf_of, "F16"),
-        "mxfp4": partial(quantised, "mxfp4", OSS),
-        "fp8": partial(quantised, "fp8", LLAMA),
+        "mxfp4": partial(quantised_folders.write_folder, name="mxfp4", sizes=OSS),
+        "fp8": partial(quantised_folders.write_folder, name="fp8", sizes=LLAMA),
         "lora": adapted,
     },
     "published": {"Qwen3-0.6B": built_in},
@@ -194,8 +189,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER")
     options = parser.parse_args()
     own = options.which in ("converting", "releases")
-    default = Path("results/folders", options.which if own else "")
-    folder = options.folder or default
+    folder = options.folder or Path("results/folders", options.which if own else "")
     for name, maker in MAKERS[options.which].items():
         if not (folder / name).exists():
             torch.manual_seed(0)

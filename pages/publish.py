@@ -150,18 +150,14 @@ def since(root: Path, commit: str, run: Run, *more: str) -> str:
 
 def _code(root: Path, name: str, commit: str = "") -> str:
     """Return a file as it lies there, or as of a commit; of Python, without comments and docstrings."""
-    shown = (
-        ["git", "-C", str(root), "show", f"{commit}:{name}"]
-        if commit
-        else ["cat", f"{root}/{name}"]
-    )
+    then = ["git", "-C", str(root), "show", f"{commit}:{name}"]
+    shown = then if commit else ["cat", f"{root}/{name}"]
     text: str = subprocess.run(shown, capture_output=True, text=True, check=False).stdout
     if not name.endswith(".py"):
         return text
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for node in ast.walk(tree := ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, documented) and ast.get_docstring(node):
             node.body.pop(0)
     return ast.dump(tree)
 

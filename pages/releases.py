@@ -48,14 +48,10 @@ def in_order(results: Sequence[Result], package: str) -> dict[str, list[Result]]
 
 def _lines_of(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Return the results by what a line of the picture is called: the model, or the strategy of several."""
-    strategies = {one.cell.strategy for one in results}
-    models = {one.cell.model.title for one in results}
-
-    def name(one: Result) -> str:
-        parts = [one.cell.model.title] * (len(models) > 1 or len(strategies) == 1)
-        return " · ".join([*parts, *[one.cell.strategy] * (len(strategies) > 1)])
-
-    return grouped(results, name)
+    several = len({one.cell.model.title for one in results}) > 1
+    if len({one.cell.strategy for one in results}) == 1:
+        return grouped(results, lambda one: one.cell.model.title)
+    return grouped(results, lambda one: f"{one.cell.model.title} · " * several + one.cell.strategy)
 
 
 def markdown_releases(results: Sequence[Result], picture: str) -> str:
@@ -108,15 +104,13 @@ def draw_releases(results: Sequence[Result]) -> "Figure":
     handles = []
     for number, (title, ours) in enumerate(_lines_of(results).items()):
         good = in_order([one for one in ours if one.outcome is Outcome.OK], package)
-        peaks = [
-            (middle(map(run_tables.anonymous_bytes, found)) or 0) / (found[0].model_bytes or 1)
-            if (found := good.get(release))
-            else float("nan")
-            for release in order
-        ]
+        peaks = dict.fromkeys(order, float("nan"))
+        for release, found in good.items():
+            peak = middle(map(run_tables.anonymous_bytes, found)) or 0
+            peaks[release] = peak / (found[0].model_bytes or 1)
         look: dict[str, Any] = {"color": _COLOURS[number % 6], "marker": _MARKERS[number % 6]}
         look["linewidth"] = 1.4
-        axes.plot(range(len(order)), peaks, markersize=4.5, **look)
+        axes.plot(range(len(order)), list(peaks.values()), markersize=4.5, **look)
         handles += style.legend((True, style.verbatim(title), look))
     axes.set_xticks(range(len(order)), order)
     axes.set_ylim(bottom=0)

@@ -67,12 +67,8 @@ _KINDS: Final[dict[str, tuple[type[BaseModel], Iterable[str]]]] = {
     "suite of commands": (Settings, [key for key in KEYS[COMMANDS] if key not in KEYS[MODELS]]),
     "command": (SuiteCommand, SuiteCommand.model_fields),
 }
-_DEFAULTS: Final = {
-    ("suite of commands", "commands"): "required",
-}
+_DEFAULTS: Final = {("suite of commands", "commands"): "required"}
 """The defaults that depend on other keys."""
-
-
 _SECOND: Final = frozenset({
     "import", "import transformers", "above import", "cgroup peak", "one step below", "at 1.1x ready", "sum of peak RSS",
     "unreclaimable (sampled)", "exit code", "shared (sampled)", "above the model", "written",
