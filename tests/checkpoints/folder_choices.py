@@ -208,7 +208,7 @@ LAYOUTS: Final = [
     Layout("the text part of a model of texts and images", GROUP, folder_of(_composite), options={"model_class": "AutoModelForCausalLM"}),
     Layout(
         "an auto class that the model type has not", GROUP, _saved_as("BertModel"),
-        refused("no AutoModelForCTC for the model type bert", all_but("inspect")), {"model_class": "AutoModelForCTC"},
+        refused("has the model type bert, for which transformers has no AutoModelForCTC", all_but("inspect")), {"model_class": "AutoModelForCTC"},
     ),
     Layout(
         "a class whose weights are not in the file", GROUP, _saved_as("BertModel"),

@@ -312,7 +312,7 @@ LAYOUTS: Final = [
     _layout("a folder of one GGUF file", _folder("F32"), _SKIPPED),
     _layout("a folder of one GGUF file in Q4_0, tied", _folder("Q4_0", tie_word_embeddings=True), _SKIPPED),
     _layout("a folder of config.json and a GGUF file", _folder("Q8_0", with_config=True), _SKIPPED),
-    _layout("a folder of two GGUF models", _two_models, refused("holds 2 GGUF models: a.gguf, b.gguf")),
+    _layout("a folder of two GGUF models", _two_models, refused("this folder has 2 GGUF models: a.gguf, b.gguf")),
     _layout("a GGUF file beside model.safetensors", _beside_safetensors, {}),
     _layout("GGUF of Gemma 2, whose norms are shifted", _gemma, _SKIPPED),
     _layout("GGUF of GPT-2, whose matrices are transposed", _gpt2, _SKIPPED),

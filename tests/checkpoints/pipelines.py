@@ -163,7 +163,7 @@ LAYOUTS: Final = [
     Layout("the variant fp16 of a unet", GROUP, folder_of(unet, _add_variant), NO_FOLDER, {"variant": "fp16"}, PACKAGES),
     Layout("the text encoder of a pipeline", GROUP, _part_of_a_pipeline("text_encoder"), packages=PACKAGES),
     Layout("a class of transformers in diffusers", GROUP, folder_of(_safety_checker), packages=PACKAGES),
-    Layout("a whole pipeline", GROUP, _pipeline, refused(r"a diffusers pipeline of 3 models: unet .*.*largest.*: .*unet"), packages=PACKAGES),
+    Layout("a whole pipeline", GROUP, _pipeline, refused(r"a diffusers pipeline of 3 models: unet .*.*largest is .*unet"), packages=PACKAGES),
     *(
         Layout(name, GROUP, make, refused(words, all_but("inspect")), packages=PACKAGES)
         for name, (make, words) in _REFUSED.items()
