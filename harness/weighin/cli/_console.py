@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from weighin.errors import ConfigError, HarnessError
+from weighin.errors import HarnessError
 from weighin.text import printable
 
 if TYPE_CHECKING:
@@ -102,12 +102,8 @@ def write(target: str | Path, text: str) -> None:
     if target == STDOUT:
         click.echo(text, nl=False)
         return
-    path = Path(target)
-    try:
+    from weighin.records.run_folder import writing  # imports msgspec, which takes time
+
+    with writing(path := Path(target), repair="name a file in a writable folder with space"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise ConfigError(
-            f"cannot write {path}: {problem.strerror}",
-            "name a file in a writable folder with space",
-        ) from None

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, StrictInt
 
-from weighin import install
-from weighin.errors import ConfigError, HarnessError, RecordError
+from weighin.errors import ConfigError, HarnessError
 from weighin.files import object_in, write_text
 from weighin.gate.rules import Rules, changed, expectation, parse_budget
+from weighin.records import run_folder
 from weighin.records.machine import Policy, Setting, policy_of
 from weighin.records.metrics import METRICS, Direction, Tolerance, named
 from weighin.records.series import Figure, Series
@@ -93,12 +93,7 @@ def read(path: Path) -> Baseline:
 
 def _content(path: Path) -> dict[str, Any]:
     content = object_in(path) or read_mapping(path)  # JSON is read in a hundredth of YAML's time
-    schema = content.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise RecordError(
-            f"{path}: written by a newer weighin (schema {schema}; this version reads up to {SCHEMA})",
-            install.upgrade(),
-        )
+    run_folder.refuse_newer(content, SCHEMA, path)
     return content
 
 
@@ -154,12 +149,9 @@ def write(
     }
     if old and _parsed(path, new) == _parsed(path, old):
         return []
-    try:
+    with run_folder.writing(path, repair="name a file in a writable folder with space"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, _text(new))
-    except OSError as error:
-        message = f"cannot write {path}: {error.strerror}"
-        raise ConfigError(message, "name a file in a writable folder with space") from None
     before = _text(old).splitlines() if old else []
     return list(unified_diff(before, _text(new).splitlines(), str(path), str(path), n=1, lineterm=""))  # fmt: skip
 

@@ -338,19 +338,22 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
         value = parse_json(text.decode())  # json itself would accept UTF-16 and lone surrogates
     except ValueError as error:  # a UnicodeDecodeError too
         raise RecordError(f"{place}: not JSON: {one_line(str(error))}", repair) from None
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if isinstance(schema, int) and schema > SCHEMA:
-        from weighin import install
-
-        raise RecordError(
-            f"{place}: written by a newer weighin (schema {short_repr(schema)}; this version reads up to {SCHEMA})",
-            install.upgrade(),
-        )
+    refuse_newer(value, SCHEMA, place)
     try:
         # The run goes on with its plan's settings as they are; no report has them.
         return msgspec.convert(checked(value, is_cell=kind is Plan), kind)
     except ValueError as error:  # of msgspec too: a wrong type, and where
         raise RecordError(f"{place}: {one_line(str(error))}", repair) from None
+
+
+def refuse_newer(value: object, newest: int, place: object) -> None:
+    """Raise RecordError if a later weighin, of a schema above ``newest``, has written the JSON ``value``."""
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if isinstance(schema, int) and schema > newest:
+        from weighin import install
+
+        known = f"schema {short_repr(schema)}; this version reads up to {newest}"
+        raise RecordError(f"{place}: written by a newer weighin ({known})", install.upgrade())
 
 
 def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool = False) -> Any:
