@@ -20,7 +20,6 @@ def read_bytes(path: "Path", most_bytes: int = 16 * MIB, *, within: "Path | None
     """Return a regular file's content. OSError: it is unreadable, longer, or reached by a link below ``within``."""
     if within:
         no_link(path, within)
-
     # Without O_NONBLOCK, a FIFO would block.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

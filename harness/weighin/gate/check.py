@@ -203,14 +203,12 @@ def check(
             series = {name: one for name, one in baseline.series.items() if name not in left}
             baseline = replace(baseline, series=series)
     result = evaluate(baseline, rules, measured.environment, measured.series)
-    missing = {run: f"{run}: {covered}" for run, covered in measured.incomplete.items()}
+    missing = {f"{run}: {covered}": covered.again for run, covered in measured.incomplete.items()}
     if partial:
-        return replace(result, notes=(*result.notes, *missing.values()))
+        return replace(result, notes=(*result.notes, *missing))
     lines = []
-    for run, text in missing.items():
-        repair = (
-            f"{measured.incomplete[run].again} measures the rest, --partial judges only this part"
-        )
+    for text, again in missing.items():
+        repair = f"{again} measures the rest, --partial judges only this part"
         lines.append(Line(LineVerdict.MISSING, "run", "cells", f"{text}; {repair}"))
     return replace(result, lines=(*lines, *result.lines))
 
@@ -395,17 +393,9 @@ def judge_figure(
         bad, good = max(above, below), -1
     worse, better = LineVerdict.REGRESSED, LineVerdict.IMPROVED
     verdict = worse if bad > 0 else better if good > 0 else LineVerdict.SAME
-    return Line(
-        verdict,
-        name,
-        metric.title,
-        metric=metric,
-        was=was.median,
-        now=now.median,
-        allowed=now.median - above if bad == above else now.median + below,
-        excess=bad / max(was.median, 1),
-        phases=phases,
-    )
+    allowed = now.median - above if bad == above else now.median + below
+    excess, figures = bad / max(was.median, 1), (was.median, now.median, allowed)
+    return Line(verdict, name, metric.title, "", metric, *figures, excess, phases)
 
 
 def _by_phase(metric: Metric, series: Series) -> dict[str, int]:

@@ -33,7 +33,6 @@ _OF_MACHINE: Final = (
 )  # fmt: skip
 _OF_TIMES: Final = "Times differ for many reasons, so a step in a time alone proves nothing."
 
-
 Found = tuple[Document, dict[str, Any]]
 """A comparison or history for readers, and the JSON of it for programs, which has the warnings."""
 

@@ -136,8 +136,9 @@ class Started(Running):
             # If weighin itself is measured, its worker must not report to the outer weighin.
             variables.pop(PHASES_VARIABLE, None)
             variables["PYTHONPATH"] = child_process.path_of_worker(command[0])
+        place = {**streams._asdict(), "env": variables, "cwd": (not is_worker and folder) or None}
         try:
-            self._popen = self._start(command, variables, folder, streams, is_worker)
+            self._popen = self._start(command, place, is_worker)
         except BaseException:
             if self._tree:
                 self._tree.end()
@@ -149,15 +150,10 @@ class Started(Running):
             self._tree.pid = self.pid
 
     def _start(
-        self,
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        folder: str,
-        streams: Streams,
-        is_worker: bool,
+        self, command: Sequence[str], place: dict[str, Any], is_worker: bool
     ) -> "subprocess.Popen[Any]":
         # Popen would go on to the next program of this name where the first is no binary.
-        program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+        program = shutil.which(command[0], path=place["env"].get("PATH")) or command[0]
         here, files = os.getpid(), [f"{group}/cgroup.procs" for group in self.groups]
 
         def begin() -> None:
@@ -171,11 +167,7 @@ class Started(Running):
             return subprocess.Popen(
                 command,
                 executable=program,
-                cwd=(not is_worker and folder) or None,
-                env=variables,
-                stdin=streams.stdin,
-                stdout=streams.stdout,
-                stderr=streams.stderr,
+                **place,
                 start_new_session=is_worker,
                 close_fds=is_worker,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
                 # Without one, Popen calls vfork.
@@ -188,7 +180,7 @@ class Started(Running):
             if is_worker:
                 raise
             raise ConfigError(
-                f"cannot start {command[0]!r} in {folder}: {error.strerror}",
+                f"cannot start {command[0]!r} in {place['cwd'] or ''}: {error.strerror}",
                 "give a command as in a shell: weighin run -- python train.py",
             ) from None
 

@@ -91,14 +91,9 @@ class Run:
 
 
 def skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
-    return Result(
-        schema=SCHEMA,
-        cell=planned.cell,
-        outcome=Outcome.SKIPPED,
-        message=planned.skip,
-        started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        environment=known_environment,
-    )
+    cell, now = planned.cell, datetime.now(UTC).isoformat(timespec="milliseconds")
+    known: dict[str, Any] = {"started_at": now, "environment": known_environment}
+    return Result(SCHEMA, cell, Outcome.SKIPPED, planned.skip, **known)
 
 
 @dataclass(frozen=True, slots=True)

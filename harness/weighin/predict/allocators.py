@@ -120,11 +120,8 @@ def _divide(pool: list[Block], block: Block, size: int) -> Block:
 def _joined(pool: list[Block], block: Block) -> Block:
     """Free a block and join it with its free neighbours, which leave the pool; return all as one."""
     block.free = True
-    first = last = block
-    if block.before and block.before.free:
-        first = block.before
-    if block.after and block.after.free:
-        last = block.after
+    first = block.before if block.before and block.before.free else block
+    last = block.after if block.after and block.after.free else block
     for other in (first, last):
         if other is not block:
             pool.pop(bisect_left(pool, _BEST_FIT(other), key=_BEST_FIT))

@@ -31,12 +31,9 @@ FORK_ALONE: Final = (
 """The error of a question about no other use."""
 
 _PRIVATE: Final = (
-    "baseline_anon_bytes",
-    "host_anon_peak_bytes",
-    "host_anon_least_bytes",
-    "host_anon_most_bytes",
+    "baseline_anon_bytes", "host_anon_peak_bytes", "host_anon_least_bytes", "host_anon_most_bytes",
     "tensor_peak_bytes",
-)
+)  # fmt: skip
 
 
 def predict(

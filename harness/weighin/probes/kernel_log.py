@@ -37,9 +37,7 @@ def position() -> int | None:
     it does not have.
     """
     try:
-        if any(
-            Path("/proc/self/ns", kind).stat().st_ino != first for kind, first in _FIRST.items()
-        ):
+        if {kind: Path("/proc/self/ns", kind).stat().st_ino for kind in _FIRST} != _FIRST:
             return None
         log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

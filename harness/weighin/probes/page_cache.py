@@ -26,11 +26,9 @@ def drop(files: Iterable[Path]) -> int | None:
     """
     left = {file: _cached_bytes(file, drops=True) for file in files}
     deadline = time.monotonic() + 0.1
-    while any(left.values()):
+    while any(left.values()) and time.monotonic() <= deadline:
         time.sleep(0.005)
         left |= {file: _cached_bytes(file, drops=True) for file, size in left.items() if size}
-        if time.monotonic() > deadline:
-            break
     return _sum(left.values())
 
 

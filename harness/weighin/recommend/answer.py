@@ -338,9 +338,8 @@ def _no_best(advice: Advice) -> str:
 
 
 def _help(dtype: str) -> str:
-    if dtype == "float32":
-        return "A smaller dtype (--dtype bf16) or a higher limit may help."
-    return "A higher limit may help."
+    smaller = "A smaller dtype (--dtype bf16) or a" if dtype == "float32" else "A"
+    return f"{smaller} higher limit may help."
 
 
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
