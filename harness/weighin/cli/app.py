@@ -16,17 +16,19 @@ from weighin.cli._verb import Verbs
 from weighin.errors import HarnessError, Interrupted, explain
 from weighin.run import interrupts
 
-_MODULES: Final = {
-    **dict.fromkeys(("bench", "run", "floor"), "measure"),
-    **dict.fromkeys(("report", "compare", "check", "history"), "results"),
-    **dict.fromkeys(("recommend", "predict"), "choose"),
-    **dict.fromkeys(("inspect", "convert", "cache"), "checkpoints"),
+_PANELS: Final = {
+    "Before a run": ("doctor", "list"),
+    "Measure": ("bench", "run", "floor", "bisect"),
+    "Read and compare": ("report", "compare", "check", "history"),
+    "Choose": ("recommend", "predict"),
+    "Checkpoints": ("inspect", "convert", "cache"),
 }
-"""The modules of several verbs; any other verb has a module of its own name."""
+_MODULES: Final = ("before", "measure", "results", "choose", "checkpoints")  # one for each panel
 
 
 def _load(name: str) -> click.Command:
-    module = import_module(f"weighin.cli.{_MODULES.get(name, name)}")
+    pairs = zip(_MODULES, _PANELS.values(), strict=True)
+    module = import_module(f"weighin.cli.{next(one for one, verbs in pairs if name in verbs)}")
     verb: click.Command = module.list_ if name == "list" else getattr(module, name)
     return verb
 
@@ -51,13 +53,7 @@ def figures() -> list[tuple[str, str]]:
 @click.command(
     "weighin",
     cls=Verbs,
-    panels={
-        "Before a run": ("doctor", "list"),
-        "Measure": ("bench", "run", "floor", "bisect"),
-        "Read and compare": ("report", "compare", "check", "history"),
-        "Choose": ("recommend", "predict"),
-        "Checkpoints": ("inspect", "convert", "cache"),
-    },
+    panels=_PANELS,
     load=_load,
     codes=True,
     topics={"suite": keys_of_a_suite, "figures": figures},
