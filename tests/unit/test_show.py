@@ -25,7 +25,7 @@ from weighin.records import run_folder, series
 from weighin.records.run_folder import Records
 from weighin.records.series import Measured
 from weighin.result import Outcome, Peaks, Result
-from weighin.show import page, write
+from weighin.show import write
 from weighin.show.plots import pictures
 from weighin.show.report import answer, terminal
 from weighin.show.style import svg
@@ -82,7 +82,7 @@ def test_a_strangers_texts_are_no_markup(tmp_path: Path) -> None:
     cell = replace(make_cell("x"), options={HOSTILE: HOSTILE})
     bad = make_result(cell, outcome=Outcome.STRATEGY_FAILED, message=HOSTILE, last_phase=HOSTILE)
     measured = Measured([bad, make_result(make_cell("x"))], [HOSTILE], folder=tmp_path)
-    html = page.render(measured, {name: one.svg for name, one in write.draw(measured)})
+    html = write.report_html(measured, {name: one.svg for name, one in write.draw(measured)})
     assert "<script>alert" not in html
     assert "\x1b" not in html + write.report_md(measured) + shown(measured)
     assert "<script>" not in write.report_md(measured)
@@ -91,7 +91,7 @@ def test_a_strangers_texts_are_no_markup(tmp_path: Path) -> None:
 
 def test_the_page_needs_no_network_and_runs_only_its_own_script(tmp_path: Path) -> None:
     measured = Measured(notebook_run(), folder=tmp_path)
-    html = page.render(measured, {name: one.svg for name, one in write.draw(measured)})
+    html = write.report_html(measured, {name: one.svg for name, one in write.draw(measured)})
     assert "default-src 'none'" in html
     assert not re.findall(r'(?:src|href)="https?:', re.sub(r"<metadata>.*?</metadata>", "", html, flags=re.S))  # fmt: skip
     assert html.count("<script>") == 1

@@ -1,14 +1,19 @@
 """Write the report of a run into the folder of the run, in the requested formats."""
 
+import base64
 import csv
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
+from importlib import resources
 from io import StringIO
 from itertools import chain
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from weighin import __version__
 from weighin.errors import UnknownName
 from weighin.files import write_bytes
 from weighin.records import run_folder
@@ -16,14 +21,15 @@ from weighin.records.metrics import COLUMNS, METRICS
 from weighin.records.run_folder import Records
 from weighin.records.series import Figure, Measured, name_of, summarise
 from weighin.result import Outcome, Sample
-from weighin.show import page, style, words
-from weighin.show.report import csv_columns, document, whole
-from weighin.show.table import escaped, markdown
+from weighin.show import style, words
+from weighin.show.report import FIGURES, csv_columns, document, whole
+from weighin.show.table import Table, escape, escaped, markdown
 
 if TYPE_CHECKING:  # the import of each takes half a second
     from pandas import DataFrame
 
 DEFAULT: Final = ("md", "html", "csv", "png")
+_FILES: Final = (run_folder.RECORDS, run_folder.PLAN, "summary.csv", "report.md")
 # A cell that begins with one of these characters is a formula in a spreadsheet.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _INTEGERS: Final = ("ram_limit_bytes", "vram_limit_bytes", "repeat", "repeats", "ok", "missing_cells")  # fmt: skip
@@ -84,6 +90,50 @@ def report_md(run: Measured, pictures: Iterable[str] = ()) -> str:
     shown = [f"![{name}]({name}.png)" for name in pictures]
     head = f"# {escaped(words.title(run.rows))}\n\n{escaped(words.shared(run))}"
     return "\n\n".join([head, markdown(document(run)), *shown]) + "\n"
+
+
+def report_html(run: Measured, pictures: Mapping[str, str]) -> str:
+    """Return the report of a run as one HTML file that needs no network, no other file, and no library; without
+    scripts (``templates/script.js``), a browser shows the same. ``pictures`` are SVGs by name.
+    """
+    title = escape(words.title(run.rows) if run.rows else "A run without cells")
+    about = [[name, " | ".join(values)] for name, values in words.settings(run.results).items()]
+    parts = document(run)
+    last = [part for part in parts if part.title == FIGURES]
+    last.insert(0, Table.of(("setting", "value"), about, names=2, title="Machine and software"))
+    drawn = [
+        f'<figure id="{name}" class="picture scroll" tabindex="0">{svg}</figure>\n'
+        for name, svg in pictures.items()
+    ]
+    hint = '<p class="hint">Point at a mark to read its figures. Drag over a picture to zoom in; a double click shows all of it.</p>\n'
+    sections = [
+        (part.title, getattr(part, "kind", ""), part.html()) for part in parts if part not in last
+    ]
+    sections += [("Pictures", "", hint + "".join(drawn))] if drawn else []
+    sections += [(part.title, "", part.html()) for part in last]
+    body = ""
+    for name, kind, content in sections:
+        label, style_class = escape(name), f' class="{kind}"' if kind else ""
+        head = f'<section aria-label="{label}"{style_class}>\n<h2>{label}</h2>\n'
+        body += f"{head}{content}</section>\n"
+    folder = [file for file in _FILES if (run.folder / file).exists()]
+    links = ", ".join(f'<a href="{file}">{file}</a>' for file in folder)
+    templates = resources.files("weighin.show") / "templates"
+    page, script, css = (
+        (templates / one).read_text(encoding="utf-8")
+        for one in ("page.html", "script.js", "style.css")
+    )
+    return Template(page).substitute(
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        version=__version__,
+        title=title,
+        css=css,
+        shared=escape(words.shared(run)),
+        body=body,
+        run=escape(run.folder.resolve().name),
+        links=links,
+        script=script,
+    )
 
 
 def summary_csv(run: Measured) -> str:
@@ -183,7 +233,7 @@ def results(run: str | Path, *, samples: bool = False) -> "DataFrame":
 FORMATS: Final[dict[str, Callable[[Measured, Pictures], Mapping[str, str | bytes]]]] = {
     "md": lambda run, pictures: {"report.md": report_md(run, pictures)},
     "html": lambda run, pictures: {
-        "report.html": page.render(run, {name: one.svg for name, one in pictures.items()})
+        "report.html": report_html(run, {name: one.svg for name, one in pictures.items()})
     },
     "csv": lambda run, _: {"summary.csv": summary_csv(run)},
     "png": lambda _, pictures: {f"{name}.png": one.png for name, one in pictures.items()},

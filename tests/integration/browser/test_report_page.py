@@ -17,7 +17,6 @@ from factories import make_cell, make_result, mixed_run, notebook_run, write_sam
 
 from weighin.records.series import Measured
 from weighin.result import Result
-from weighin.show import page as report_page
 from weighin.show import write
 from weighin.units import GIB
 
@@ -70,7 +69,7 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Open]:
                 write_samples(tmp_path, result)
         path = tmp_path / f"report{len(opened)}.html"
         measured = Measured(results, warnings, folder=tmp_path)
-        page = report_page.render(measured, {name: one.svg for name, one in write.draw(measured)})
+        page = write.report_html(measured, {name: one.svg for name, one in write.draw(measured)})
         path.write_text(page, encoding="utf-8")
         options = {"viewport": {"width": 1280, "height": 900}} | options
         one = Opened(browser.new_context(**options).new_page())
