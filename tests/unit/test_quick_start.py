@@ -11,7 +11,7 @@ HEAVY = {
     *("torch", "numpy", "pandas", "rich", "docker", "requests", "yaml", "filelock"),
     *("statistics", "difflib", "http.client", "py_spy"),
     *("weighin.stream.formats", "weighin.suite.registry", "weighin.plan.loads"),
-    *("weighin.suite.user_code", "weighin.predict.client", "weighin.checkpoint.cache"),
+    *("weighin.predict.client", "weighin.checkpoint.cache"),
 }
 PROGRAM = """
 import sys
