@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # pathlib takes 1 MiB in a worker
 
 MIB: Final = 1024**2
 _MOST_DEPTH: Final = 100
-_MOST_VALUES: Final = 5_000_000
 _DEEP: Final = f"nested deeper than {_MOST_DEPTH} levels, or contains itself"
 
 
@@ -70,7 +69,7 @@ def bounded(value: Any) -> Any:
         seen += len(level)
         if not level:
             return value
-        if seen > _MOST_VALUES:
+        if seen > 5_000_000:
             break
     raise ValueError(_DEEP)
 

@@ -22,8 +22,7 @@ from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedUse, Prediction, Work
 from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, gather, parts
-from weighin.recommend.candidates import Limits, Speeds
-from weighin.recommend.prior_runs import Evidence
+from weighin.recommend.candidates import Evidence, Limits, Speeds
 from weighin.stream import hugging_face_folder
 from weighin.stream.hugging_face_folder import PretrainedFolder, read_folder
 from weighin.stream.pretrained_library import Selection

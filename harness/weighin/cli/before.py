@@ -74,7 +74,6 @@ def list_(_: click.Context, typed: dict[str, Any]) -> None:
 
 
 def _entries(kind: str) -> list[dict[str, Any]]:
-    """Return what the JSON document lists of one kind."""
     from weighin.settings.yaml_file import read_mapping
     from weighin.suite import registry
 

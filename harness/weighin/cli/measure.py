@@ -372,7 +372,6 @@ def share(text: str) -> float:
 
 
 def _end_of_command(context: click.Context, task: "Run", result: "Result") -> None:
-    """Say what one command needed, and exit with its code."""
     from weighin.records import explanation
 
     notes = result.ran.notes if result.ran else ()

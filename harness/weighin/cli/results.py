@@ -165,7 +165,6 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
 
 
 def _write(result: "GateResult", typed: dict[str, Any]) -> None:
-    """Print the check's result, and write what --json, --github, --markdown and --junit ask for."""
     from weighin.gate import tables
 
     shown = tables.terminal(result, whole=typed["all"])

@@ -41,7 +41,6 @@ Told = dict[str, dict[str, Any]]
 Answer = tuple[str, Told]
 """The id of a node, and what it told."""
 
-_FREE_S: Final = 30.0  # for free RAM, in which another cell of the node may end
 _PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped cell need a moment to end
 _LOCK_PATIENCE_S: Final = 60.0  # after a driver is killed, its worker needs a moment to end
@@ -146,7 +145,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
             more_limits=[(limit, ranks) for limit, ranks in assignment["limits"]],
         )
         (planned,) = task.planned
-        demand, end_s = Demand.of(planned.cell), time.monotonic() + _FREE_S
+        demand, end_s = Demand.of(planned.cell), time.monotonic() + 30.0  # another cell may end
         while True:
             has = _memory(task.isolation.name, gpu=planned.cell.needs_gpu)
             if not demand.obstacle(node := Node("", "", **has), is_now=True):

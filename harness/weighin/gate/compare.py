@@ -132,7 +132,6 @@ def fingerprint(environment: Mapping[str, Any]) -> str:
 
 
 def _split(runs: Sequence[Group], by: str) -> list[Group]:
-    """Return the results of the runs in groups of an equal machine, commit or setting ``by``."""
 
     def value(result: Result) -> str:
         if by == "machine":
@@ -277,7 +276,6 @@ def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, An
 def _changes_over_time(
     metric: Metric, about: Sequence[dict[str, str]], series: Sequence[dict[str, Any]]
 ) -> Document:
-    """Return a table of each series' first and last figure, and a line for each change."""
     rows, changes = list[list[str]](), list[str]()
     commits = {run["run"]: run["commit"] for run in about}
     earlier = {after["run"]: before["commit"] for before, after in pairwise(about)}

@@ -286,7 +286,6 @@ class ProcessTree:
 
 
 def _marks() -> dict[int, str]:
-    """Return the mark of each of this user's processes that has one."""
     prefix, found = f"{WORKER_VARIABLE}=", {}
     for pid in psutil.pids():
         with suppress(OSError):  # it has ended, or is another user's

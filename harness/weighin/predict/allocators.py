@@ -101,7 +101,6 @@ class Block:
 
 
 def _taken(pool: list[Block], size: int) -> Block | None:
-    """Take the block that fits best out of a pool of free blocks."""
     at = bisect_left(pool, (size, -1), key=_BEST_FIT)
     return pool.pop(at) if at < len(pool) else None
 

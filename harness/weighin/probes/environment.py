@@ -18,8 +18,6 @@ from weighin.result import USUAL_PAGE_BYTES
 from weighin.text import masked
 from weighin.units import KIB
 
-# git skips files in submodules, because a submodule's own configuration could start programs.
-_STATUS: Final = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
 _SYSFS: Final = Path("/sys")
 _OWN_FILTER: Final = re.compile(r"(?m)^(local|worktree)\tfilter\..*\.(clean|process)$")
 # Prefixes of the environment variables that affect allocators, threads or devices.
@@ -86,7 +84,8 @@ def code() -> dict[str, Any]:
     commit, is_changed = _git("rev-parse", "--verify", "HEAD"), None
     names = _git("config", "--show-scope", "--name-only", "--list") if commit else None
     if names is not None and not _OWN_FILTER.search(names):  # of which git would run the program
-        status = _git(*_STATUS)
+        # Without submodules, because a submodule's own configuration could start programs.
+        status = _git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
         is_changed = None if status is None else bool(status)
     return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
 

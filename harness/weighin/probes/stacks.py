@@ -25,8 +25,6 @@ _MOST_FRAMES: Final = 40
 _GROWTH, _GROWTH_BYTES = 0.05, 16 * MIB  # since the last reading
 _MUCH, _MUCH_BYTES = 1 / 4, 32 * MIB  # waits for no pause: one is at least at 4/5 of a sampled peak
 _MARGIN, _MARGIN_BYTES = 0.1, 32 * MIB  # to the limit, where the kernel may kill at any moment
-# A process that does not stop, in an uninterruptible sleep or a debugger, is then read while it runs.
-_WAYS: Final = (((), 2.0), (("--nonblocking",), 2.0))  # options of py-spy, and seconds
 
 
 class StackTaker:
@@ -99,13 +97,14 @@ class StackTaker:
 
     def _dump(self, pid: int) -> list[Stack]:
         why = ""
-        for options, patience_s in _WAYS:
+        # A process that does not stop, in an uninterruptible sleep or a debugger, is then read while it runs.
+        for options in ((), ("--nonblocking",)):
             try:
                 ended = subprocess.run(
                     [self._program, "dump", "--json", *options, "--pid", str(pid)],
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
-                    timeout=patience_s,
+                    timeout=2.0,
                     start_new_session=True,  # Ctrl-C must not end py-spy
                     check=False,
                 )

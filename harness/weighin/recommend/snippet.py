@@ -23,14 +23,6 @@ from weighin.suite.registry import StrategyInfo, name_of
 
 _TENSORS: Final = "weighin.stream.tensors"
 """The module whose functions are pasted."""
-_KEPT: Final = (
-    "weighin.stream.load_streaming",
-    "weighin.stream.construct",
-    "weighin.stream.load_pretrained",
-)
-"""The written code imports the functions of these modules, because they are too large to paste."""
-_INSTALLED: Final = ("safetensors", "weighin")
-"""The code's first line installs these packages if the code imports them, even if undeclared."""
 _RESET_BUFFERS: Final = '''\
 def reset_buffers(model, build_model, device, dtype):
     """Give each non-persistent buffer the value that the model's constructor computes."""
@@ -101,7 +93,7 @@ def snippet(
         helpers.append(_RESET_BUFFERS)
     declared = {name_of(package) for package in info.packages}
     imported = {line.split()[1].partition(".")[0] for line in imports} - declared
-    if needed := [*info.packages, *(name for name in _INSTALLED if name in imported)]:
+    if needed := [*info.packages, *sorted({"safetensors", "weighin"} & imported)]:  # undeclared
         imports.insert(0, f"# pip install torch {' '.join(map(quote, needed))}")
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     use = f"# model = load_model(build_model, {checkpoint!r}{given})   # build_model() returns your model"
@@ -147,7 +139,8 @@ def _imports(nodes: Sequence[ast.stmt], used: set[str]) -> tuple[list[str], list
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weighin"):
             for name in (alias.name for alias in node.names):
                 module = HELPERS.get(name, node.module or "")
-                if module in _KEPT:
+                # Functions that are too large to paste.
+                if module.rpartition(".")[2] in ("load_streaming", "construct", "load_pretrained"):
                     public = "weighin" if name in weighin.__all__ else "weighin.strategy"
                     place = public if name in HELPERS else module
                     imports |= {f"from {place} import {name}"} if name in used else set()
@@ -190,7 +183,6 @@ def _without_job(source: str, load: ast.FunctionDef) -> str:
 
 
 def _unindented(found: re.Match[str]) -> str:
-    """Return the block in the second group, if there is one, indented as the first group."""
     return textwrap.indent(textwrap.dedent(found[2] or ""), found[1])
 
 

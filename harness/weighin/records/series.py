@@ -123,7 +123,6 @@ def option_words(cell: Cell) -> list[str]:
 
 
 def _own_words(cell: Cell) -> tuple[tuple[str, ...], ...]:
-    """Return the words for a cell's format, options and environment variables."""
     options = (
         f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
         for key, value in sorted(cell.options.items())

@@ -26,9 +26,7 @@ from weighin.result import Memory, Outcome, Phase, Written, phases_of
 from weighin.text import one_line
 from weighin.worker.phases import named_by_strategy
 
-_INTERVAL_S: Final = 0.02  # between two readings of a process in a phase, which may die inside it
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
-_LONGEST_NAME: Final = 64  # characters of a program's phase
 _LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
 _LARGEST: Final = 2**63 - 1  # the range of a counter of the kernel, and of a record
 _MOST_PHASES: Final = 1000  # of one program, because a training loop may have millions
@@ -211,7 +209,7 @@ class Reported:
             named_by_strategy(begun.name)
         except ValueError:
             allowed = re.sub(r"[^A-Za-z0-9 _.+/()-]", "_", begun.name)
-            begun.name = f"phase {allowed}"[:_LONGEST_NAME].rstrip()
+            begun.name = f"phase {allowed}"[:64].rstrip()
             self.note(
                 "names of phases were changed: a name has at most 64 letters, digits, spaces and"
                 " _ . + / ( ) -, and is not that of one of weighin's own phases"
@@ -326,7 +324,7 @@ class Listener:
         try:
             while deadline is None or time.monotonic() < deadline:
                 in_phase = any(each.open for each in self.by_process.values())
-                wait_s = _INTERVAL_S if in_phase else None
+                wait_s = 0.02 if in_phase else None  # its process may die inside a phase
                 ready = self._selector.select(wait_s if deadline is None else 0)
                 if deadline and not ready:
                     return

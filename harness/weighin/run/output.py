@@ -22,7 +22,6 @@ from weighin.text import one_line
 STANDARD: Final = (1, 2)
 _SILENCE_S: Final = 0.2  # after the command's end, because another process may keep its output open
 _PROMPT_S: Final = 0.05  # a line without a line end for this time is a prompt
-_LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
 
@@ -134,7 +133,7 @@ class Relay:
                 break  # if the target has no reader, the command's next write must fail as well
             now_ns = time.monotonic_ns()
             if (end := max(data.rfind(b"\n"), data.rfind(b"\r"))) < 0:
-                begun = (begun + data)[:_LONGEST_LINE]
+                begun = (begun + data)[: 64 * 1024]  # the rest of a longer line is not searched
             else:
                 first_ns = begun_ns if data[:1] in (b"\n", b"\r") else now_ns
                 self._note(_plain(begun + data[:end]), first_ns, now_ns)

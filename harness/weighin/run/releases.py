@@ -43,7 +43,6 @@ from weighin.units import format_bytes
 
 MARKER: Final = "packages"
 _TEMPORARY: Final = ".making-"
-_SHARED: Final = ("torch", "numpy")
 _UNREACHABLE: Final = re.compile(
     "Failed to establish|NameResolution|Temporary failure|Connection refused|dns error"
 )
@@ -151,7 +150,7 @@ def between(package: str, first: str, last: str) -> list[str]:
 
 def _linked(named: Collection[str]) -> Iterator[tuple[str, metadata.Distribution]]:
     """Yield torch, numpy and the packages that they need, except those that were asked for."""
-    wanted, seen = list(_SHARED), set[str](named)
+    wanted, seen = ["torch", "numpy"], set[str](named)
     while wanted:
         if (name := canonicalize_name(wanted.pop())) in seen:
             continue

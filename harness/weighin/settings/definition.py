@@ -154,7 +154,6 @@ def _check_device(text: str) -> str:
 
 
 def _split(line: object) -> object:
-    """Return the words of a command that is one text."""
     if not isinstance(line, str):
         return _as_list(line)
     try:

@@ -59,7 +59,6 @@ _NOTE_KILLS: Final = (
 )
 _LIMITS: Final = {"": "its own", "machine": "the machine's memory", "unknown": "not known"}
 _MOST_FILES: Final = 3  # in a table, of one process
-_MOST_PROCESSES: Final = 20
 _MOST_NAMES: Final = 8
 _COMMAND_LENGTH: Final = 80
 
@@ -394,7 +393,7 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
         seen = [each for each in ran.processes if each.anon_bytes is not None]
         ordered = sorted(seen, key=_held, reverse=True)
         least = 0.01 * sum(map(_held, seen))
-        shown = [each for each in ordered[:_MOST_PROCESSES] if _held(each) >= least or each.files]
+        shown = [each for each in ordered[:20] if _held(each) >= least or each.files]
         for each in shown:
             reads = "; ".join(map(_read, each.files[:_MOST_FILES])) or "-"
             pids = (str(each.pid), str(each.parent_pid))
@@ -443,7 +442,6 @@ def _stacks(title: str, ran: Ran) -> Iterator[str]:
 
 
 def _kinds(at: Sample) -> list[str]:
-    """Return the memory of each of ``_KINDS_OF_MEMORY``, in MiB."""
     caches = at.kernel_reclaimable_bytes or 0
     needed = (at.anon_bytes, at.shmem_bytes, at.locked_bytes, (at.kernel_bytes or 0) - caches)
     slab = None if at.slab_bytes is None else at.slab_bytes - caches
@@ -453,7 +451,6 @@ def _kinds(at: Sample) -> list[str]:
 
 
 def _sizes(owner: Process | Kill) -> list[str]:
-    """Return the anonymous, file-backed and shared memory of a process in MiB."""
     return [scaled(one, MIB, 1) for one in (owner.anon_bytes, owner.file_bytes, owner.shmem_bytes)]
 
 

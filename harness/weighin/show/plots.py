@@ -92,7 +92,6 @@ def draw_peaks(run: Measured) -> "Figure":
 
 
 def _bar(axes: "Axes", place: int, label: str, row: Row, right: float) -> None:
-    """Draw one bar with its peaks, the range of the peak over repeats, and an outcome other than ok."""
     kind, shade = KINDS[row["operation"]], look.colour(row["strategy"])
     is_ok = row["outcome"] == Outcome.OK
     shape: dict[str, Any] = {"height": 0.62, "hatch": "" if is_ok else "////", **look.EDGE}
@@ -124,7 +123,6 @@ def _bar(axes: "Axes", place: int, label: str, row: Row, right: float) -> None:
 
 
 def _peak_tip(label: str, row: Row) -> str:
-    """Return the tip of a bar: the outcome, and each size with its range over the repeats."""
     kind = KINDS[row["operation"]]
     lines = [f"{label}: {words.ending(row)}"]
     for key, name, accuracy in (

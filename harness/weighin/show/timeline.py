@@ -192,7 +192,6 @@ def _panel(axes: "Axes", track: Track, span: float) -> set[str]:
 
 
 def _areas(axes: "Axes", track: Track) -> set[str]:
-    """Draw anonymous, file-backed, shared and kernel memory as stacked areas."""
     points = _thin(track.samples, attrgetter("rss_bytes"))
     seconds = [track.seconds(point.t_ns) for point in points]
     shade = look.colour(track.result.cell.strategy)

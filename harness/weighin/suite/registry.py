@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from weighin.settings.definition import Settings
 
 _Entry = TypeVar("_Entry")
-_ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "weighin.saving"}
 PEAK_WORDS = ("model", "storages", "tensor", "layer", "shard", "mapped")
 """What a load can have in memory: the model's tensors, all storages of the files (the state dict that
 ``torch.load`` returns), the largest tensor, layer or shard, and the mapped file."""
@@ -44,7 +43,6 @@ _EXAMPLE_OF_PEAK = '("model + tensor",)'
 _TAKEN = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "weighin"}
 """Names that a model's module must not have, because Python or weighin has such a module."""
 _FROM = "from:"
-_FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
 
 
 def data_folder(name: str) -> Path:
@@ -97,8 +95,8 @@ class StrategyInfo:
 def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
     """Return all strategies for one operation, by name: those of weighin and of installed packages."""
     by_name: dict[str, StrategyInfo] = {}
-    ours = sorted((data_folder("strategies") / _FOLDERS[operation]).glob("[!_]*.py"))
-    for path in [*ours, *_third_party(operation)]:
+    folder = data_folder("strategies" if operation == "load" else "strategies/saving")
+    for path in [*sorted(folder.glob("[!_]*.py")), *_third_party(operation)]:
         info = read_strategy(path, operation)
         if by_name.setdefault(info.name, info) is not info:
             raise ConfigError(
@@ -110,7 +108,7 @@ def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
 
 def _third_party(operation: Operation) -> Iterator[Path]:
     """Yield the files of strategies in installed packages, without importing a parent package."""
-    for entry in entry_points(group=_ENTRY_POINTS[operation]):
+    for entry in entry_points(group=f"weighin.{'strategies' if operation == 'load' else 'saving'}"):
         top, *rest = entry.module.split(".")
         spec = find_spec(top)
         for part in rest:

@@ -179,7 +179,6 @@ def _run(body: Body, name: str, limit: Limit, isolation: str) -> Result:
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
-    """Return the arguments of the pytest that runs a test in the measured process."""
     config = item.config
     ini = ("-c", str(config.inipath)) if config.inipath else ()
     # Options of the ini file could start coverage or xdist in the measured process, or overwrite the
