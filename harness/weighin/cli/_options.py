@@ -52,10 +52,8 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
 
 
 MODEL: Final = parameters(
-    {
-        "[MODEL]": "What to load: see --model. If a model has your folder's name, write ./NAME. Default: gpt2-small."
-    }
-)[0]
+    {"[MODEL]": "What to load: see --model. If a model has your folder's name, write ./NAME. Default: gpt2-small."}
+)[0]  # fmt: skip
 COMMAND: Final = click.Argument(
     ["command"],
     nargs=-1,

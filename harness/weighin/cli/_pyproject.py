@@ -46,9 +46,8 @@ def read(context: click.Context, verbs: Mapping[str, click.Command]) -> None:
             where, normal = f"{place}.{key}", key.replace("_", "-")
             if normal not in allowed:
                 choices = {*allowed, *(known if content is common else ())}
-                raise ConfigError(
-                    f"{where}: unknown key", UnknownName("key", normal, choices).repair
-                )
+                repair = UnknownName("key", normal, choices).repair
+                raise ConfigError(f"{where}: unknown key", repair)
             for name in users:
                 target = known[name].get(normal)
                 if isinstance(target, str):

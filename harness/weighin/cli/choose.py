@@ -60,9 +60,8 @@ def question_of(context: click.Context, settings: "Settings") -> "Question":
 
     for key in ("models", "ram", "vram", "disk", "disk_latency", "ranks", "uses"):
         if len(getattr(settings, key)) > 1:
-            raise ConfigError(
-                f"weighin recommend takes one value of {key}", "run it once for each value"
-            )
+            why = f"weighin recommend takes one value of {key}"
+            raise ConfigError(why, "run it once for each value")
     ((use, use_path),) = registry.chosen_uses(settings.uses).items()
     chosen = chosen_models.choose(settings)
     _console.note(*chosen.notes)

@@ -193,12 +193,8 @@ def check(
         def covers(budget: Budget, names: Iterable[str]) -> bool:
             return any(selects(budget.selector, name) for name in names)
 
-        judged = (
-            budget
-            for budget in rules.budgets
-            if covers(budget, measured.series) or not covers(budget, left)
-        )
-        rules = replace(rules, budgets=tuple(judged))
+        kept = [b for b in rules.budgets if covers(b, measured.series) or not covers(b, left)]
+        rules = replace(rules, budgets=tuple(kept))
         if baseline:
             series = {name: one for name, one in baseline.series.items() if name not in left}
             baseline = replace(baseline, series=series)

@@ -116,12 +116,9 @@ def _incomparable(groups: Sequence[Group], by: str) -> ConfigError:
         most = len(ascii_uppercase)
         return ConfigError(f"{what}, more than {most}", f"name runs with at most {most} values")
     found = "".join(group.name for group in groups if group.name != f"{by} {_NOT_SET}")
-    return ConfigError(
-        f"cannot compare by {by}: all records have {found}"
-        if found
-        else f"cannot compare by {by}: no record has this fact",
-        f"name runs in which {by} differs, or leave out --by {by}",
-    )
+    why = f"all records have {found}" if found else "no record has this fact"
+    repair = f"name runs in which {by} differs, or leave out --by {by}"
+    return ConfigError(f"cannot compare by {by}: {why}", repair)
 
 
 def fingerprint(environment: Mapping[str, Any]) -> str:

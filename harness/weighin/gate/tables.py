@@ -6,6 +6,7 @@ from typing import Any, Final
 from xml.etree import ElementTree as ET
 
 from weighin.gate.check import FAILING, WITHIN_BUDGET, GateResult, Line, LineVerdict
+from weighin.records.metrics import grouped
 from weighin.records.series import FORMAT, STRATEGY
 from weighin.show.table import Column, Document, Entry, Lines, Table, escaped, markdown
 from weighin.text import one_line
@@ -38,12 +39,9 @@ def terminal(result: GateResult, *, whole: bool = False) -> Document:
     shown = result.lines if whole else notable or result.lines[:1]
     names, common = short_names(line.series for line in shown)
     figures = [line for line in shown if line.metric]
+    plain = grouped((line for line in shown if not line.metric), lambda line: line.fails)
     failing, others = (
-        [
-            f"{line.verdict} {names[line.series]}: {one_line(line.text)}"
-            for line in shown
-            if not line.metric and line.fails is fails
-        ]
+        [f"{one.verdict} {names[one.series]}: {one_line(one.text)}" for one in plain.get(fails, ())]
         for fails in (True, False)
     )
     worst = {line.series: line for line in reversed(result.failed) if line.phases}

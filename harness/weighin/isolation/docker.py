@@ -145,9 +145,8 @@ class DockerIsolation(Isolation):
             raise ConfigError(why, "cd to the program's folder")
         for path in () if is_worker else mounts:
             if not Path(path).exists():
-                raise ConfigError(
-                    f"mounts: {path}: there is no such file or folder", "correct the path"
-                )
+                why = f"mounts: {path}: there is no such file or folder"
+                raise ConfigError(why, "correct the path")
         variables = {"TERM": os.environ["TERM"]} if not is_worker and "TERM" in os.environ else {}
         shell: Sequence[str] = visible.SHELL
         if image:

@@ -258,10 +258,8 @@ def _folder(question: Question) -> str | None:
     folder, config = hugging_face_folder.folder_of(checkpoint), question.model.kwargs["config"]
     of_checkpoint = object_in(folder / hugging_face_folder.CONFIG)
     has_model = all(config.get(key) == value for key, value in of_checkpoint.items())
-    has_weights = (
-        hugging_face_folder.find_weights(folder, hugging_face_folder.variant_of(checkpoint))
-        == checkpoint
-    )
+    variant = hugging_face_folder.variant_of(checkpoint)
+    has_weights = hugging_face_folder.find_weights(folder, variant) == checkpoint
     is_gguf = gguf.is_file(checkpoint)
     return str(folder) if is_gguf or (of_checkpoint and has_model and has_weights) else None
 

@@ -326,10 +326,8 @@ def _memory_phrase(prediction: Prediction, need: int) -> str:
     if not model or need - beside < model // 2:
         return f"keeps {size}"
     copies = (need - beside) / model
-    one_or_two = (
-        "one copy" if 0.85 <= copies < 1.25 else "two copies" if 1.75 <= copies < 2.25 else ""
-    )
-    return f"keeps {one_or_two or f'{copies:.1f} times the model'}: {size}"
+    few = "one copy" if 0.85 <= copies < 1.25 else "two copies" if 1.75 <= copies < 2.25 else ""
+    return f"keeps {few or f'{copies:.1f} times the model'}: {size}"
 
 
 def _stays_mapped(prediction: Prediction) -> bool:

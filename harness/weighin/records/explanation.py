@@ -293,11 +293,9 @@ def _cache(facts: Facts) -> str:
     most -= facts.at_peak.locked_bytes or 0  # which can be reclaimed at the program's end
     if most < MIB and not cold and not any(process.files for process in facts.present):
         return ""
-    start = (
-        "pages that other programs had read before are not charged (--cold PATH drops such pages)"
-    )
-    if cold:
-        start = f"{few(cold)} cold at the start"
+    start = f"{few(cold)} cold at the start"
+    if not cold:
+        start = "pages that other programs had read before are not charged (--cold PATH drops such pages)"
     return f"Page cache: {f'at most {size(most)}' if most >= MIB else 'none'}; {start}."
 
 
@@ -400,9 +398,8 @@ def _held(facts: Facts) -> Cause | None:
     held, shared, first = facts.held_bytes, facts.at_peak.shmem_bytes, facts.ran.pid
     if held >= _LEAST_BYTES and shared >= held // 2:
         words = f"{size(shared)} of the memory is shared memory: files in /dev/shm or another tmpfs, or shared mappings."
-        return Cause(
-            "shared memory", words, "A file in a tmpfs takes memory until the file is removed."
-        )
+        hint = "A file in a tmpfs takes memory until the file is removed."
+        return Cause("shared memory", words, hint)
     if any(kill.limit_of.startswith("/") for kill in facts.ran.kills):
         words = "The command did not reach its own limit, but that of another cgroup."
         return Cause("a limit around", words, "Raise the limit of that cgroup.")

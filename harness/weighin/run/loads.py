@@ -49,6 +49,7 @@ _PROBE_TIMEOUT_S = 120.0
 _SAVING: Final = "saving"  # in the cache's folder
 
 _Key = tuple[str, str, str]
+_Place = tuple[str, tuple[str, ...]]
 
 
 class LoadSpec(Spec):
@@ -257,9 +258,7 @@ class Loads:
         """FormatLimit: no checkpoint can be written. ConfigError: a limit is too small to import torch."""
         self._task, self._progress = task, progress
         self._checkpoints: dict[_Key, cache.Prepared | FormatLimit] = {}
-        self._environments: dict[
-            tuple[str, tuple[str, ...]], releases.Environment | ConfigError
-        ] = {}
+        self._environments: dict[_Place, releases.Environment | ConfigError] = {}
         compile_code()
         needed = [each for each in needed if not each.skip]
         if any(each.cell.disk for each in needed):
@@ -328,7 +327,7 @@ class Loads:
             self._checkpoints[key] = self._ensure(planned)
         return measured
 
-    def _place(self, planned: Planned) -> tuple[str, tuple[str, ...]]:
+    def _place(self, planned: Planned) -> _Place:
         """Return the choice of a cell's releases, and the packages that the load needs beside it."""
         cell, needed = planned.cell, planned.strategy.packages
         if library_of(cell.model.builder) is TRANSFORMERS:  # which imports these for some folders
