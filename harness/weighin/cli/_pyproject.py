@@ -93,9 +93,8 @@ def _nearest() -> tuple[Path, dict[str, Any]] | None:
         if isinstance(table, dict):
             return path, table
         if table is not None:
-            raise ConfigError(
-                f"{path}: {TABLE} is not a TOML table", f"write [{TABLE}], and the keys below it"
-            )
+            repair = f"write [{TABLE}], and the keys below it"
+            raise ConfigError(f"{path}: {TABLE} is not a TOML table", repair)
     return None
 
 

@@ -308,9 +308,8 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
         task = start.resume(typed["resume"], trusted=typed["trust"], search=verb == "floor")
         place: Mapping[str, Any] = task.settings.engine
         if address := assigned.get("address"):
-            place = driver.engine_settings(
-                place.get("name", "local"), address, place.get("labels", {})
-            )
+            name, labels = place.get("name", "local"), place.get("labels", {})
+            place = driver.engine_settings(name, address, labels)
         is_patient = str(assigned.get("wait", "")).lower() in ("true", "yes", "1")
         with driver.opened(place) as (_, perform):
             yield replace(task, patience_s=math.inf if is_patient else 0), perform

@@ -133,9 +133,8 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
 
     baseline, partial = typed["baseline"], typed["partial"]
     if typed["update"] and baseline is None:
-        raise ConfigError(
-            "--update needs a file to write", "name the baseline file: --baseline baseline.json"
-        )
+        repair = "name the baseline file: --baseline baseline.json"
+        raise ConfigError("--update needs a file to write", repair)
     if typed["github"] and typed["json"] == _console.STDOUT:
         raise ConfigError(
             "--github and '--json -' both write to standard output",

@@ -213,9 +213,8 @@ def parse_expected(text: str) -> list[Expectation]:
 def expectation(selector: str, outcome: str) -> Expectation:
     """Return an expected outcome; raise ConfigError if the outcome cannot be expected."""
     if outcome not in {*Outcome}:
-        raise ConfigError(
-            f"expect: {selector}={outcome}: there is no outcome {outcome!r}", _OUTCOMES
-        )
+        why = f"expect: {selector}={outcome}: there is no outcome {outcome!r}"
+        raise ConfigError(why, _OUTCOMES)
     if outcome not in EXPECTABLE:
         why = "this outcome says nothing about the strategy"
         why = "a failed strategy always fails a check" if outcome in BROKEN else why

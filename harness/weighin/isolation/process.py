@@ -221,9 +221,8 @@ class Started(Running):
             cgroup.remove(self.groups, waits=not ended.still_runs)
         finally:
             if ended.still_runs:
-                raise StillRunning(
-                    f"the measured process {self.pid} does not end, not even after SIGKILL"
-                )
+                why = f"the measured process {self.pid} does not end, not even after SIGKILL"
+                raise StillRunning(why)
 
 
 class ProcessTree:

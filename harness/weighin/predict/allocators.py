@@ -61,9 +61,8 @@ class Extents:
         last = bisect_right(self._starts, end)  # one past the last that begins at end or before
         present = 0
         if first < last:
-            present = sum(
-                e - s for s, e in zip(self._starts[first:last], self._ends[first:last], strict=True)
-            )
+            inside = zip(self._starts[first:last], self._ends[first:last], strict=True)
+            present = sum(e - s for s, e in inside)
             start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
@@ -242,9 +241,8 @@ class CachingAllocator:
         if limit is not None and self.current["reserved"] + length > limit:
             self.empty_cache()
             if self.current["reserved"] + length > limit:
-                raise CudaOutOfMemory(
-                    f"{size:,} bytes beside {self.current['reserved']:,} reserved"
-                )
+                why = f"{size:,} bytes beside {self.current['reserved']:,} reserved"
+                raise CudaOutOfMemory(why)
         self._count("reserved", length)
         block = Block(self._next_address, length, free=True, small=small)
         self._next_address += length

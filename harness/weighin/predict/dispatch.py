@@ -162,9 +162,8 @@ class Operations(TorchDispatchMode):
                 self._ledger.read(tensor)
         if call.name == "_local_scalar_dense":  # torch.asarray reads one element
             if self._ledger.place_of(call.inputs[0]) != "file":
-                raise CannotFollow(
-                    "the code reads values of tensors, which a prediction does not have"
-                )
+                why = "the code reads values of tensors, which a prediction does not have"
+                raise CannotFollow(why)
             return call.run()
         shapes: Any
         if call.name in _SAME:

@@ -245,9 +245,8 @@ def _code(advice: Advice, best: Candidate) -> str:
             computes_buffers=predicted.computes_buffers or not knows_model,
         )  # fmt: skip
     except CannotWriteOut as why:
-        return (
-            f"# {info.name} cannot be written as one function: {why}. Its code is in {info.path}\n"
-        )
+        text = f"# {info.name} cannot be written as one function: {why}."
+        return f"{text} Its code is in {info.path}\n"
 
 
 def _folder(question: Question) -> str | None:

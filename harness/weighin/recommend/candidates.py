@@ -167,9 +167,8 @@ def find(
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
         # The times of cells that ran at once are not comparable.
         same_machine &= CONCURRENT not in result.environment
-        same_load = {*cell.options, *cell.environment} == set() and all(
-            getattr(cell, name) == getattr(wanted, name) for name in _SAME_LOAD
-        )
+        is_other = any(getattr(cell, name) != getattr(wanted, name) for name in _SAME_LOAD)
+        same_load = not (is_other or cell.options or cell.environment)
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
             evidence.setdefault((cell.strategy, cell.format), Evidence()).take(result, wanted.use)
     return evidence
@@ -342,9 +341,7 @@ def behind(speeds: Speeds, pace: Pace) -> Speeds:
     if not pace:
         return speeds
     # As many threads as ``load_streaming`` uses for such a disk.
-    small_ns, sample_ns = (
-        round(_request_s(pace, size) * 1e9) for size in (4096, LARGEST_READ_BYTES)
-    )
+    small_ns, sample_ns = (round(_request_s(pace, n) * 1e9) for n in (4096, LARGEST_READ_BYTES))
     threads = choose(small_ns, sample_ns).threads
     mapped = READ_AHEAD * (os.cpu_count() or 1)  # one thread per processor reads a mapped model
     return replace(

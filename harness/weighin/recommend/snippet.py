@@ -103,9 +103,8 @@ def snippet(
         use += f"\n# model = PeftModel.from_pretrained(model, {adapter!r}).merge_and_unload()"
     code = "\n\n\n".join(["\n".join(imports), *helpers, *written, f"{use}\n"])
     if unknown := _undefined(code):
-        raise CannotWriteOut(
-            f"it uses what pasted code does not have: {', '.join(sorted(unknown))}"
-        )
+        names = ", ".join(sorted(unknown))
+        raise CannotWriteOut(f"it uses what pasted code does not have: {names}")
     return code
 
 
@@ -147,9 +146,8 @@ def _imports(nodes: Sequence[ast.stmt], used: set[str]) -> tuple[list[str], list
                 elif module == _TENSORS:
                     helpers |= dict.fromkeys(_helpers(name)) if name in used else {}
                 elif module != "weighin.strategy":  # where a type is, which no code needs
-                    raise CannotWriteOut(
-                        f"its file imports {name} from {module}, which pasted code cannot import"
-                    )
+                    why = f"its file imports {name} from {module}, which pasted code cannot import"
+                    raise CannotWriteOut(why)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             imports.add(ast.unparse(node))
     imports.discard("from __future__ import annotations")

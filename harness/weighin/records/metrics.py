@@ -97,9 +97,8 @@ class Metric:
 
     def of(self, result: Result) -> int | None:
         """Return the metric's value in a result; None if it was not measured, or does not apply."""
-        applies = result.cell.operation in self.operations and (
-            result.cell.use or not self.is_of_use
-        )
+        lacks_use = self.is_of_use and not result.cell.use
+        applies = result.cell.operation in self.operations and not lacks_use
         value = self.read(result) if applies else None
         return None if value is None else round(value)
 

@@ -320,9 +320,8 @@ def varying(rows: Sequence[Row]) -> list[str]:
     """Return the names of the settings, such as "model", in which the rows differ; without "format" if
     each strategy was measured with only one checkpoint format.
     """
-    one_format = all(
-        len(values(group, "format")) == 1 for group in split(rows, ["strategy"]).values()
-    )
+    by_strategy = split(rows, ["strategy"]).values()
+    one_format = all(len(values(group, "format")) == 1 for group in by_strategy)
     differing = (name for name in DIMENSIONS if len(values(rows, name)) > 1)
     return [name for name in differing if not (name == "format" and one_format)]
 

@@ -127,9 +127,8 @@ def _as_environment(taken: str, value: object, info: ValidationInfo) -> object:
         if "\0" in str(text):
             raise ValueError(f"the value of {name!r} contains a null byte", "leave that byte out")
         if not re.fullmatch(r"[^=\0]+", name):
-            raise ValueError(
-                f"{name!r} cannot be an environment variable", "write as in {MALLOC_ARENA_MAX: 2}"
-            )
+            why = f"{name!r} cannot be an environment variable"
+            raise ValueError(why, "write as in {MALLOC_ARENA_MAX: 2}")
         if info.context != IN_PLAN and re.fullmatch(taken, name):
             raise ValueError(f"weighin sets {name} itself", f"leave {name} out")
     return value

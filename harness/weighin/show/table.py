@@ -152,9 +152,7 @@ class Table:
             line("---" if column.is_name else "---:" for column in self.columns),
         ]
         for row in self.entries:
-            marked = (
-                (KINDS[one.kind][1], one.text, one.spread and f"({one.spread})") for one in row
-            )
+            marked = ((KINDS[e.kind][1], e.text, e.spread and f"({e.spread})") for e in row)
             lines.append(line(_joined(*parts) for parts in marked))
         if self.notes:
             lines += ["", escaped("\n\n".join(self.notes))]
@@ -179,9 +177,8 @@ class Table:
             for row in self.entries
         ]
         body = "".join(f"<tr>{row}</tr>\n" for row in rows)
-        notes = "".join(
-            f'<p class="hint">{escape(one)}</p>\n' for one in (*self.reasons, *self.notes)
-        )
+        hints = (*self.reasons, *self.notes)
+        notes = "".join(f'<p class="hint">{escape(one)}</p>\n' for one in hints)
         label = escape(self.title or "table")
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">\n'

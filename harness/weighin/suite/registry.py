@@ -99,10 +99,9 @@ def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
     for path in [*sorted(folder.glob("[!_]*.py")), *_third_party(operation)]:
         info = read_strategy(path, operation)
         if by_name.setdefault(info.name, info) is not info:
-            raise ConfigError(
-                f"two strategies are called {info.name!r}: {by_name[info.name].path} and {path}",
-                "rename one of the files: a strategy's name is its file's name",
-            )
+            why = f"two strategies are called {info.name!r}: {by_name[info.name].path} and {path}"
+            repair = "rename one of the files: a strategy's name is its file's name"
+            raise ConfigError(why, repair)
     return by_name
 
 
@@ -409,9 +408,8 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
     path = hf.path_of(Path(name.removeprefix(_FROM)), revision)
     if name.startswith(_FROM) or path.exists():
         if kwargs:
-            raise ConfigError(
-                f"{name} takes no arguments, so kwargs would be ignored", "leave kwargs out"
-            )
+            why = f"{name} takes no arguments, so kwargs would be ignored"
+            raise ConfigError(why, "leave kwargs out")
         return path
     if "://" in name:
         raise ConfigError(
