@@ -194,10 +194,8 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
     package, is_of_command = typed["package"], typed["command"] is not None
     metric = metrics.named(typed["metric"] or ("needed" if is_of_command else "anon"))
     if not package or not typed["from"]:
-        raise ConfigError(
-            "weighin bisect needs --package and --from",
-            "for example: --package transformers --from 4.48",
-        )
+        why = "weighin bisect needs --package and --from"
+        raise ConfigError(why, "for example: --package transformers --from 4.48")
     settings = new_settings(context)
     if not settings.commands and len(settings.strategies) > 1:
         raise ConfigError("bisect measures one strategy", "name one: --strategy transformers")
@@ -363,10 +361,8 @@ def share(text: str) -> float:
     with suppress(ValueError):
         within = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 < within <= COARSEST:
-        raise ConfigError(
-            f"--within {text}: not a share between 0% and {COARSEST:.0%}",
-            "write a percentage in this range, such as --within 1%",
-        )
+        why = f"--within {text}: not a share between 0% and {COARSEST:.0%}"
+        raise ConfigError(why, "write a percentage in this range, such as --within 1%")
     return within
 
 

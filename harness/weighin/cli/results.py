@@ -136,10 +136,8 @@ def check(context: click.Context, typed: dict[str, Any]) -> None:
         repair = "name the baseline file: --baseline baseline.json"
         raise ConfigError("--update needs a file to write", repair)
     if typed["github"] and typed["json"] == _console.STDOUT:
-        raise ConfigError(
-            "--github and '--json -' both write to standard output",
-            "give --json a file: --json check.json",
-        )
+        why = "--github and '--json -' both write to standard output"
+        raise ConfigError(why, "give --json a file: --json check.json")
     with _console.working(f"reading {' '.join(map(str, typed['runs']))}"):
         measured = checks.read_runs(typed["runs"])
     _console.note(*measured.warnings)

@@ -87,10 +87,8 @@ class CgroupIsolation(ProcessIsolation):
 
     def check(self) -> None:
         if memory_hierarchy() is None:
-            raise IsolationUnavailable(
-                "this machine has no cgroup memory controller (neither v2 nor v1)",
-                "boot with cgroup_enable=memory",
-            )
+            why = "this machine has no cgroup memory controller (neither v2 nor v1)"
+            raise IsolationUnavailable(why, "boot with cgroup_enable=memory")
         with cgroup.temporary_group() as group:
             cgroup.limit(group, 2**40)
 

@@ -206,10 +206,8 @@ def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
     places: dict[str, str] = {}
     for name, place in named_places:
         if places.setdefault(name, place) != place:
-            raise ConfigError(
-                f"two {kinds} are called {name!r}: {places[name]} and {place}",
-                "rename one of the two, or measure them in two runs",
-            )
+            why = f"two {kinds} are called {name!r}: {places[name]} and {place}"
+            raise ConfigError(why, "rename one of the two, or measure them in two runs")
 
 
 def _check_any_runs(planned: Sequence[Planned]) -> None:

@@ -58,10 +58,8 @@ def start(
     labels += limits if settings.within is None else ["floor"]
     folder = folder or new_folder(labels)
     if not (ours := run_folder.in_shard(planned, settings.shard)):
-        raise ConfigError(
-            f"shard {settings.shard}: the plan has only {len(planned)} cells",
-            f"divide the plan into {len(planned)} shards at most",
-        )
+        why = f"shard {settings.shard}: the plan has only {len(planned)} cells"
+        raise ConfigError(why, f"divide the plan into {len(planned)} shards at most")
     cells = [each.cell for each in planned]
     remember(run_folder.write_plan(folder, cells, settings.as_json(), is_new=True))
     return Run(folder, ours, isolation, settings, is_new=True), note
@@ -107,10 +105,8 @@ def _plan_commands(
     if settings.image and any(settings.releases):
         raise ConfigError("--with has no effect in an image", "install the release in the image")
     if LATEST in settings.releases:
-        raise ConfigError(
-            "--with latest: weighin cannot tell which package of the command is meant",
-            "name the package, without a release: --with transformers",
-        )
+        why = "--with latest: weighin cannot tell which package of the command is meant"
+        raise ConfigError(why, "name the package, without a release: --with transformers")
     # Else the program is in the image or on another node.
     is_here = not (settings.isolation == "docker" or settings.image or nodes)
     for command in settings.commands:

@@ -138,10 +138,8 @@ class Demand:
 def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
     """Return an isolation that works on the run's machines, with a note; refuse limits that fit no machine."""
     if settings.device == "cpu" and any(limit is not None for limit in settings.vram):
-        raise ConfigError(
-            "vram limits GPU memory, but the device is cpu",
-            "add --device cuda, or leave vram out",
-        )
+        why = "vram limits GPU memory, but the device is cpu"
+        raise ConfigError(why, "add --device cuda, or leave vram out")
     check_machines(map(Demand, settings.ram), nodes)
     if settings.device != "cpu":
         check_machines((Demand(None, settings.device, limit) for limit in settings.vram), nodes)

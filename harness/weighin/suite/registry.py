@@ -315,10 +315,8 @@ def chosen_uses(names: list[str]) -> dict[str, str]:
         path = Path(name).expanduser().resolve()
         _parse(path, "use", "use(model)", "see docs/suites.md for an example of 2 lines")
         if path.stem in ours or found.get(path.stem, str(path)) != str(path):
-            raise ConfigError(
-                f"two uses are called {path.stem!r}, one of them {path}",
-                "rename the file: a use's name is its file's name",
-            )
+            why = f"two uses are called {path.stem!r}, one of them {path}"
+            raise ConfigError(why, "rename the file: a use's name is its file's name")
         found[path.stem] = str(path)
     return found
 
@@ -412,10 +410,8 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
             raise ConfigError(why, "leave kwargs out")
         return path
     if "://" in name:
-        raise ConfigError(
-            f"{name} is a URL, and weighin downloads no models",
-            "download it, then give the path of the file or folder",
-        )
+        why = f"{name} is a URL, and weighin downloads no models"
+        raise ConfigError(why, "download it, then give the path of the file or folder")
     if ":" in name:
         return None
     hf.cached_snapshot(name, revision)  # raises an error for a missing path or Hub model
