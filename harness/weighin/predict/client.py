@@ -1,4 +1,4 @@
-"""Predict loads (cells) without importing torch, and show what is predicted: the client of ``python -m weighin.predict``."""
+"""Predict loads (cells) without importing torch, and show the predictions: asks ``python -m weighin.predict``."""
 
 import itertools
 import tempfile
