@@ -1,4 +1,4 @@
-"""``weighin doctor`` and ``list``: what this machine can do, and what a run can name; without slow imports."""
+"""``weighin doctor`` and ``list``: what this machine can do, and what runs can name; no slow imports."""
 
 import shutil
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""Predict loads (cells) without importing torch, and show the predictions: asks ``python -m weighin.predict``."""
+"""Predict loads (cells) without importing torch, by ``python -m weighin.predict``, and show what it predicts."""
 
 import itertools
 import tempfile

@@ -1,5 +1,5 @@
-"""Judge each strategy, from a prediction and from what earlier runs on this machine measured: whether its load fits
-under the limits, how long it takes, and which is the best.
+"""Judge each strategy, by its prediction and by earlier runs on this machine: whether its load fits under the
+limits, how long it takes, and which is the best.
 """
 
 import math

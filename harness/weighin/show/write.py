@@ -93,7 +93,7 @@ def report_md(run: Measured, pictures: Iterable[str] = ()) -> str:
 
 
 def report_html(run: Measured, pictures: Mapping[str, str]) -> str:
-    """Return the report of a run as one HTML file that needs no network, no other file, and no library; without
+    """Return the report of a run as one HTML file that needs no network, no other file, and no library. Without
     scripts (``templates/script.js``), a browser shows the same. ``pictures`` are SVGs by name.
     """
     title = escape(words.title(run.rows) if run.rows else "A run without cells")
