@@ -168,10 +168,8 @@ def _commands(context: click.Context, about: dict[str, Any]) -> dict[str, Any]:
     if words := [*context.params.get("command", ())]:
         return {"commands": [{"name": label_of(words), "command": words, **about}]}
     if not context.params.get("suite"):
-        raise ConfigError(
-            "no command was given",
-            "write the command after --: weighin run --ram 4g -- python x.py",
-        )
+        why = "no command was given"
+        raise ConfigError(why, "write the command after --: weighin run --ram 4g -- python x.py")
     reason = "each command of a suite has settings of its own"
     refuse(context, about, reason, "set them in the suite file, or leave --suite out")
     return {}

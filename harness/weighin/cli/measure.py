@@ -76,10 +76,8 @@ def run(context: click.Context, typed: dict[str, Any]) -> None:
     from weighin.run.runner import resumable
 
     if typed["json"] == _console.STDOUT:
-        raise ConfigError(
-            "--json - would mix the JSON with the output of the command",
-            "write the JSON to a file: --json result.json",
-        )
+        why = "--json - would mix the JSON with the output of the command"
+        raise ConfigError(why, "write the JSON to a file: --json result.json")
     with (
         _planned(context) as (task, perform),
         until_a_command() as shown,

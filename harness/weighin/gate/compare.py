@@ -219,10 +219,8 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> Found:
     ]
     series = [one for one in found if one["points"]]
     if not series:
-        raise ConfigError(
-            f"no series in the runs of {folder} has {' and '.join(map(repr, words))} in its name",
-            "leave --series out to see the names of all series",
-        )
+        why = f"no series in the runs of {folder} has {' and '.join(map(repr, words))} in its name"
+        raise ConfigError(why, "leave --series out to see the names of all series")
     series.sort(key=lambda one: (-len(one["steps"] + one["outcome_changes"]), one["series"]))
     about = [
         {

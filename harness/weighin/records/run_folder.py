@@ -60,10 +60,8 @@ def in_shard(cells: Sequence[_T], shard: str) -> Sequence[_T]:
     """Return the cells of a shard: "2/8" has every eighth cell, beginning with the second; "" has all."""
     match = re.fullmatch(r"(\d+)/(\d+)", shard.strip())
     if shard and not (match and 1 <= int(match[1]) <= int(match[2])):
-        raise ConfigError(
-            f"cannot read {shard!r} as a shard",
-            "write the shard's number, from 1, and the number of shards: 2/8",
-        )
+        why = f"cannot read {shard!r} as a shard"
+        raise ConfigError(why, "write the shard's number, from 1, and the number of shards: 2/8")
     return cells[int(match[1]) - 1 :: int(match[2])] if match else cells
 
 

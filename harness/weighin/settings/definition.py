@@ -282,10 +282,8 @@ class SuiteModel(Strict):
         if not (self.name or self.builder or self.folder or self.checkpoint):
             raise ValueError("a model has no name", "add name, builder, folder or checkpoint")
         if self.folder and (self.builder or self.kwargs or self.checkpoint):
-            raise ValueError(
-                "a folder determines the model's code and weights",
-                "leave builder, kwargs and checkpoint out",
-            )
+            why = "a folder determines the model's code and weights"
+            raise ValueError(why, "leave builder, kwargs and checkpoint out")
         return self
 
     @property
@@ -633,10 +631,8 @@ def read_suite_file(path: Path, kind: str) -> dict[str, Any]:
             " commands, not both",
         )
     if "trust_remote_code" in content:
-        raise ConfigError(
-            f"{path}: trust_remote_code is a permission, which no file can give",
-            "give it on the command line: --trust-remote-code",
-        )
+        why = f"{path}: trust_remote_code is a permission, which no file can give"
+        raise ConfigError(why, "give it on the command line: --trust-remote-code")
     return content
 
 
