@@ -52,10 +52,8 @@ def engine_settings(
         raise UnknownName("engine", name, NAMES)
     if name == "ray":
         if jobs > 1:
-            raise ConfigError(
-                f"jobs={jobs}: with --engine ray, each node runs one cell at a time",
-                "leave jobs out",
-            )
+            why = f"jobs={jobs}: with --engine ray, each node runs one cell at a time"
+            raise ConfigError(why, "leave jobs out")
         return {"name": name, "address": address or "auto", "labels": dict(labels)}
     if address or labels:
         why = "address and labels have an effect only with --engine ray"

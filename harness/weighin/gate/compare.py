@@ -84,9 +84,8 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run
         headings.append(one_line(f"{letter} = {group.name}: {about}"))
     verdicts = [one["verdict"] for row in rows for one in row["compared"] if one]
     outcomes = [row["texts"] for row in rows if row["metric"] == _OUTCOME]
-    failed = sum(
-        was == "ok" and now not in (None, "ok") for was, *later in outcomes for now in later
-    )
+    ended = [now for was, *later in outcomes if was == "ok" for now in later]
+    failed = sum(now not in (None, "ok") for now in ended)
     summary = (
         f"{len(verdicts)} figures compared with A: {verdicts.count(LineVerdict.REGRESSED)} larger and"
         f" {verdicts.count(LineVerdict.IMPROVED)} smaller beyond noise"

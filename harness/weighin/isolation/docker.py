@@ -119,10 +119,9 @@ class DockerIsolation(Isolation):
         # Podman says of cgroup v2 that it cannot limit swap; without swap, no container can use any.
         limits_swap = self._info.get("SwapLimit") or not cgroup.swap_is_on()
         if not (self._info.get("MemoryLimit") and limits_swap):
-            raise IsolationUnavailable(
-                "the Docker engine cannot limit the memory and swap of a container",
-                "boot with cgroup_enable=memory swapaccount=1 on the kernel's command line",
-            )
+            why = "the Docker engine cannot limit the memory and swap of a container"
+            repair = "boot with cgroup_enable=memory swapaccount=1 on the kernel's command line"
+            raise IsolationUnavailable(why, repair)
         with Path(os.devnull).open("r+b", buffering=0) as nothing:
             streams = Streams(*[nothing.fileno()] * 3)
             cell = Cell(ModelSpec("", ""), "check", self.name, ram_limit_bytes=_TMPFS_BYTES)

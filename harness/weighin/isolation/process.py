@@ -70,9 +70,7 @@ class ProcessIsolation(Isolation):
         while time.monotonic() < deadline:
             found = _marks()
             ours = {found.get(pid) for pid in above}
-            left = {
-                p: mark for p, mark in found.items() if mark not in ours and is_left_behind(mark)
-            }
+            left = {p: m for p, m in found.items() if m not in ours and is_left_behind(m)}
             if not left:
                 break
             child_process.signal_each(left)

@@ -47,9 +47,8 @@ def choose(
         isolation = named(candidate, image)
         if limited and not isolation.limits:
             continue
-        broken = [
-            f"{candidate} on {n}: {of[candidate]}" for n, of in nodes.items() if of[candidate]
-        ]
+        whys_not = {n: of[candidate] for n, of in nodes.items() if of[candidate]}
+        broken = [f"{candidate} on {node}: {why}" for node, why in whys_not.items()]
         repair = "find the fault (weighin doctor, on that node)"
         try:
             if not nodes:

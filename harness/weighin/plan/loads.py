@@ -39,9 +39,8 @@ def plan(
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     use_paths = registry.chosen_uses(settings.uses)
     isolation, note = choose(settings, nodes)
-    planned = cells_of(
-        settings, models, strategies, isolation.name, chosen.dtypes, chosen.own_formats
-    )
+    dtypes, own = chosen.dtypes, chosen.own_formats
+    planned = cells_of(settings, models, strategies, isolation.name, dtypes, own)
     with remembering():  # each repeat asks for the same checkpoint
         planned = [_of_this_run(each, checkpoint, chosen.selection, nodes) for each in planned]
     planned = [*{each.cell.id: each for each in planned}.values()]  # pt may have become pt_legacy
@@ -213,7 +212,6 @@ def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
 def _check_any_runs(planned: Sequence[Planned]) -> None:
     if all(one.skip for one in planned):
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
-        raise ConfigError(
-            f"weighin skips every measurement of the run: {reasons}",
-            "choose a strategy with your format and device: weighin list strategies",
-        )
+        why = f"weighin skips every measurement of the run: {reasons}"
+        repair = "choose a strategy with your format and device: weighin list strategies"
+        raise ConfigError(why, repair)

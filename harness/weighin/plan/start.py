@@ -80,10 +80,9 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
         raise RecordError(f"{place} has no cells", "start a new run")
     again = resume_command(verb_of(vars(settings)), folder)
     if not (trusted or is_ours(text)) and (listed := "; ".join(foreign(found.cells, settings))):
-        raise ConfigError(
-            f"{place} names code that is not part of weighin and would run here: {listed}",
-            f"read that code; if you trust it: {again} --trust; or start a new run",
-        )
+        why = f"{place} names code that is not part of weighin and would run here: {listed}"
+        repair = f"read that code; if you trust it: {again} --trust; or start a new run"
+        raise ConfigError(why, repair)
     if (settings.within is not None) != search:
         kind = "run that measures no floors" if search else "run of weighin floor"
         raise RecordError(f"{folder} contains a {kind}", f"to resume it: {again}")

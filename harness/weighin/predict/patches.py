@@ -70,9 +70,8 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
     def read_bytes(self: Path) -> Any:
         if self.suffix != ".safetensors":
             return original(self)
-        return _FileBytes(
-            self, _filled(ledger, torch.empty(self.stat().st_size, dtype=torch.uint8))
-        )
+        content = torch.empty(self.stat().st_size, dtype=torch.uint8)
+        return _FileBytes(self, _filled(ledger, content))
 
     original = Path.read_bytes
     fakes = ((module.load, load), (module.load_file, load_file))

@@ -173,10 +173,8 @@ def _series(group: Sequence[Result], of_search: Sequence[Floor]) -> Series:
     named = (each for one in good for each in metrics.phases_of_load(one))
     phases = dict[str, dict[str, int]]()
     for name, found in grouped(named, lambda each: each[0]).items():
-        medians = {
-            k: middle(read(phase) for _, phase in found)
-            for k, read in metrics.PHASE_FIGURES.items()
-        }
+        reads = metrics.PHASE_FIGURES.items()
+        medians = {k: middle(read(phase) for _, phase in found) for k, read in reads}
         phases[name] = {key: value for key, value in medians.items() if value is not None}
     return Series(
         outcome=outcome_of(result.outcome for result in group),

@@ -90,9 +90,7 @@ def _listed(value: object) -> list[object]:
 
 def _by_name(value: object) -> object:
     """Return a list in which an entry that is no mapping, but a name, is {"name": entry}."""
-    return [
-        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _as_list(value)
-    ]
+    return [i if isinstance(i, dict | BaseModel) else {"name": i} for i in _as_list(value)]
 
 
 def _parsed(parse: Callable[[str], _One], text: str) -> _One:

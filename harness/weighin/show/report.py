@@ -221,9 +221,8 @@ def _of_scene(group: Sequence[Row], changing: Sequence[str], slow: set[str]) -> 
         texts = [f"{start}, {only}, {named[run[0]['group']]}, {works}."]
     else:
         # Rows are called variants if a strategy has several rows, one for each format or option.
-        noun = kind.words[
-            "several" if len(series.values(run, "strategy")) == len(run) else "variants"
-        ]
+        is_one_each = len(series.values(run, "strategy")) == len(run)
+        noun = kind.words["several" if is_one_each else "variants"]
         share = "all" if len(good) == len(run) else f"{len(good)} of" if good else "none of"
         does = kind.words["does"] + ("s" if len(good) < 2 else "")
         model = f" {row['model']}" if row["model"] else ""

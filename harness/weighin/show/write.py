@@ -106,9 +106,8 @@ def report_html(run: Measured, pictures: Mapping[str, str]) -> str:
         for name, svg in pictures.items()
     ]
     hint = '<p class="hint">Point at a mark to read its figures. Drag over a picture to zoom in; a double click shows all of it.</p>\n'
-    sections = [
-        (part.title, getattr(part, "kind", ""), part.html()) for part in parts if part not in last
-    ]
+    others = [part for part in parts if part not in last]
+    sections = [(part.title, getattr(part, "kind", ""), part.html()) for part in others]
     sections += [("Pictures", "", hint + "".join(drawn))] if drawn else []
     sections += [(part.title, "", part.html()) for part in last]
     body = ""
@@ -119,10 +118,8 @@ def report_html(run: Measured, pictures: Mapping[str, str]) -> str:
     folder = [file for file in _FILES if (run.folder / file).exists()]
     links = ", ".join(f'<a href="{file}">{file}</a>' for file in folder)
     templates = resources.files("weighin.show") / "templates"
-    page, script, css = (
-        (templates / one).read_text(encoding="utf-8")
-        for one in ("page.html", "script.js", "style.css")
-    )
+    names = ("page.html", "script.js", "style.css")
+    page, script, css = ((templates / one).read_text(encoding="utf-8") for one in names)
     return Template(page).substitute(
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=__version__,
@@ -148,9 +145,8 @@ def summary_csv(run: Measured) -> str:
     file, names = StringIO(newline=""), csv_columns(run.rows)
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*names, "missing_cells"])
-    writer.writerows(
-        [*(field(row[name]) for name in names), field(run.missing)] for row in run.rows
-    )
+    rows = ([*(field(row[name]) for name in names), field(run.missing)] for row in run.rows)
+    writer.writerows(rows)
     return file.getvalue()
 
 

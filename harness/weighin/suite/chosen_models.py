@@ -36,9 +36,7 @@ class ChosenModels:
     @property
     def own_formats(self) -> Mapping[str, str]:
         """The format in which each user's checkpoint is loaded, by the model's title."""
-        places = {
-            spec.title: self.checkpoints.get(spec.title, self.checkpoint) for spec in self.specs
-        }
+        places = {s.title: self.checkpoints.get(s.title, self.checkpoint) for s in self.specs}
         loaded = {title: formats.loaded_as(path, self.selection) for title, path in places.items()}
         return {title: fmt for title, fmt in loaded.items() if fmt}
 
@@ -91,9 +89,8 @@ def choose(settings: Settings) -> ChosenModels:
         if any(map(folder_library, specs)):
             notes += filter(None, [adapter_note(folder_of(weights))])
             notes += registry.notes_on(weights, choice, taken)
-    return ChosenModels(
-        tuple(specs), own, selection, dtypes, python_path, tuple(dict.fromkeys(notes)), several
-    )
+    said = tuple(dict.fromkeys(notes))
+    return ChosenModels(tuple(specs), own, selection, dtypes, python_path, said, several)
 
 
 def _selection(settings: Settings) -> Selection:

@@ -211,10 +211,9 @@ def of_file(name: str) -> tuple[str, Path]:
     text, _, function = name.rpartition(":")
     path = Path(text).expanduser()
     if not path.is_file():
-        raise ConfigError(
-            f"--model {name}: there is no file {text}",
-            "name a Python file and a function in it: --model path/nets.py:build",
-        )
+        why = f"--model {name}: there is no file {text}"
+        repair = "name a Python file and a function in it: --model path/nets.py:build"
+        raise ConfigError(why, repair)
     path = path.resolve()
     parts, folder = [path.stem], path.parent
     # A file beside an __init__.py is a part of that package, which its relative imports need.
