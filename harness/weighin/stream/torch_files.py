@@ -37,7 +37,7 @@ _BIG_ENDIAN: Final = "written on a big-endian machine, whose order of bytes weig
 _OPTIM_STATES: Final = "_optim_states.pt"
 _SAVE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
 _PLAIN: Final = (
-    "load it with the code that wrote it, turn it into a plain tensor (tensor.to_dense(),"
+    "load it with the code that wrote it, turn it into a plain tensor with values (tensor.to_dense(),"
     " dequantize(), unbind(), full_tensor(), resolve_conj(), view(torch.uint8), cpu()), and save it:"
     " torch.save({NAME: TENSOR, ...}, ...)"
 )
