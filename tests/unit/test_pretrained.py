@@ -107,6 +107,7 @@ def test_a_folder_loads_as_its_library_loads_it(
 CLASSES = {
     "": "LlamaForCausalLM", "LlamaModel": "LlamaModel", "AutoModel": "LlamaModel",
     "transformers.AutoModelForSequenceClassification": "LlamaForSequenceClassification",
+    "AutoformerModel": "AutoformerModel",  # its own name, of no auto class
 }  # fmt: skip
 
 

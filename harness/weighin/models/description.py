@@ -6,6 +6,7 @@ REQUEST``, where REQUEST is JSON. The child runs the folder's code only with --t
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -164,7 +165,7 @@ def chosen_class(folder: hf.PretrainedFolder) -> tuple[str, dict[str, str] | Non
                 path = folder.path.absolute()
                 return name, {"folder": str(path), "sha256": hf.digest(path)}
     has_code = hf.AUTO_MAP in config and not choice.model_class
-    if not (has_code or wanted.startswith("Auto")):
+    if not (has_code or re.match("Auto[A-Z]", wanted)):
         return wanted, None
     kind = config.get("model_type")
     known = _classes_of(kind)
