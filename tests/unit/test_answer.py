@@ -20,9 +20,10 @@ from weighin.errors import ConfigError
 from weighin.models.description import spec_of
 from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedUse, Prediction, Work
-from weighin.recommend import answer, candidates
+from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, gather, parts
-from weighin.recommend.candidates import Evidence, Limits, Speeds
+from weighin.recommend.candidates import Limits, Speeds
+from weighin.recommend.prior_runs import Evidence
 from weighin.stream import hugging_face_folder
 from weighin.stream.hugging_face_folder import PretrainedFolder, read_folder
 from weighin.stream.pretrained_library import Selection
@@ -179,7 +180,7 @@ def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(
 ) -> None:
     quiet = {one.strategy: one.ready_s for one in advised(8 * GIB).candidates}
     slow = Evidence([None], [], 100 * MIB, None, {None: [4.5 * (quiet["mmap_assign"] or 0)]})
-    monkeypatch.setattr(candidates, "find", lambda *_: {("mmap_assign", "pt"): slow})
+    monkeypatch.setattr(answer, "find", lambda *_: {("mmap_assign", "pt"): slow})
     advice = advised(8 * GIB)
     assert advice.best
     assert advice.best.strategy == "mmap_assign"
@@ -191,7 +192,7 @@ def test_a_use_that_can_only_be_measured_is_refused_until_it_was(monkeypatch: Mo
     with pytest.raises(ConfigError, match="the use fork can only be measured"):
         advised(use="fork")
     kept = Evidence([None], [], 3 * GIB)
-    monkeypatch.setattr(candidates, "find", lambda *_: {("mmap_assign", "pt"): kept})
+    monkeypatch.setattr(answer, "find", lambda *_: {("mmap_assign", "pt"): kept})
     forked = {one.strategy: one.memory_from for one in advised(use="fork").candidates}
     assert forked["mmap_assign"] == "measured"
 

@@ -22,7 +22,6 @@ from weighin.cell import Cell
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict import client
-from weighin.predict.client import tables
 from weighin.predict.prediction import (
     PredictedPhase,
     PredictedUse,
@@ -31,6 +30,7 @@ from weighin.predict.prediction import (
     from_json,
     reasons,
 )
+from weighin.predict.tables import tables
 from weighin.result import Memory, Peaks, Use
 from weighin.stream.pretrained_library import LIBRARIES, Selection
 from weighin.stream.quantised import Quantised

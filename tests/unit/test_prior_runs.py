@@ -11,7 +11,7 @@ from ran_commands import make_command
 
 from weighin.errors import RecordError
 from weighin.probes import environment
-from weighin.recommend.candidates import Evidence, find
+from weighin.recommend.prior_runs import Evidence, find
 from weighin.records import run_folder
 from weighin.result import Outcome, Result, Use
 from weighin.units import GIB

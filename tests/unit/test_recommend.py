@@ -16,7 +16,6 @@ from weighin.recommend import answer
 from weighin.recommend.candidates import (
     OWN_CODE,
     Candidate,
-    Evidence,
     FitVerdict,
     Limits,
     Speeds,
@@ -25,6 +24,7 @@ from weighin.recommend.candidates import (
     ranked,
     slowness,
 )
+from weighin.recommend.prior_runs import Evidence
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB
 

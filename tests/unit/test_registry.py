@@ -16,7 +16,7 @@ from weighin.cell import Cell, ModelSpec, Operation
 from weighin.plan.loads import plan_cell
 from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES
 from weighin.settings.yaml_file import read_mapping
-from weighin.suite import registry
+from weighin.suite import registry, user_code
 
 WHOLE = '''"""Do nothing at all.
 
@@ -244,13 +244,13 @@ def test_a_file_is_a_module_of_its_folder_or_of_its_package(
     write(here / "deep/nets.py")
     mine = ModelSpec("build", "nets:build", {"width": 2})
     assert registry.model("deep/nets.py:build", {"width": 2}) == mine
-    found = registry.import_path(["deep/nets.py:build", "gpt2-tiny"])
+    found = user_code.import_path(["deep/nets.py:build", "gpt2-tiny"])
     assert found == (str(here / "deep"), str(here))
     for name in ("src/mine/__init__.py", "src/mine/nets/__init__.py", "src/mine/nets/large.py"):
         write(here / name)
-    large = registry.of_file("src/mine/nets/large.py:build")
+    large = user_code.of_file("src/mine/nets/large.py:build")
     assert large == ("mine.nets.large:build", here / "src")
-    package = registry.of_file("src/mine/nets/__init__.py:build")
+    package = user_code.of_file("src/mine/nets/__init__.py:build")
     assert package == ("mine.nets:build", here / "src")
 
 
@@ -259,12 +259,12 @@ def test_the_folders_of_pythonpath_that_exist_come_last(
 ) -> None:
     (here / "lib").mkdir()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here / "gone"), "", "lib", str(here)]))
-    assert registry.import_path(["a:b"]) == (str(here), str(here / "lib"))
+    assert user_code.import_path(["a:b"]) == (str(here), str(here / "lib"))
 
 
 def test_the_file_of_a_builder_is_known_without_importing_it(here: Path) -> None:
     file = write(here / "nets.py", "raise RuntimeError")
-    assert registry.file_of("nets:build", [str(here)]) == file
-    assert registry.file_of("nets:build", [str(here / "gone")]) is None
+    assert user_code.file_of("nets:build", [str(here)]) == file
+    assert user_code.file_of("nets:build", [str(here / "gone")]) is None
     (here / "spaced").mkdir()
-    assert registry.file_of("spaced.nets:build", [str(here)]) == here / "spaced"
+    assert user_code.file_of("spaced.nets:build", [str(here)]) == here / "spaced"

@@ -37,7 +37,7 @@ from weighin.files import object_in, rename, try_lock, write_text
 from weighin.stream import formats
 from weighin.stream.hugging_face_folder import digest, files_of_adapter
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of
-from weighin.suite import registry
+from weighin.suite import registry, user_code
 
 _VALUES: Final = 1  # increase this version when the same seed gives other values
 _TEMPORARY: Final = ".making-"
@@ -144,8 +144,8 @@ def _origin(
 ) -> list[object]:
     """Return what determines the tensors' values."""
     origin: list[object] = [model.builder, model.kwargs]
-    if not registry.is_ours(model.builder):
-        if code := registry.file_of(model.builder, python_path):
+    if not user_code.is_ours(model.builder):
+        if code := user_code.file_of(model.builder, python_path):
             origin += [str(code), digest(code.parent if code.name == "__init__.py" else code)]
         origin += registry.versions(["torch", "transformers"]).items()
     elif library := library_of(model.builder):

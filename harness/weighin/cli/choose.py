@@ -105,7 +105,7 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
     """
     from weighin.cell import FORK, FORWARD
     from weighin.plan import loads
-    from weighin.predict import client
+    from weighin.predict import client, tables
     from weighin.stream import quantised
     from weighin.suite import chosen_models, registry
 
@@ -140,7 +140,7 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
             use_paths=use_paths,
             report=lambda done, strategy: show(f"{strategy}: {done} of {len(planned)} done"),
         )
-    _console.deliver(typed["json"], client.as_json(predictions), *client.tables(predictions))
+    _console.deliver(typed["json"], tables.as_json(predictions), *tables.tables(predictions))
     if all(prediction.cannot for prediction in predictions):
         _console.error("no load could be predicted; the result says why, for each strategy")
         context.exit(2)

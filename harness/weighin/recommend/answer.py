@@ -15,6 +15,7 @@ from weighin.predict.client import FORK_ALONE, predict
 from weighin.predict.prediction import Prediction
 from weighin.recommend import candidates
 from weighin.recommend.candidates import OWN_CODE, SAVED_AS, USUAL, Candidate, FitVerdict, Limits
+from weighin.recommend.prior_runs import Evidence, find
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.show.table import Column, Entry, Table
 from weighin.slow_disk import Pace
@@ -68,7 +69,7 @@ class PriorKnowledge:
 
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]
-    evidence: dict[tuple[str, str], candidates.Evidence]
+    evidence: dict[tuple[str, str], Evidence]
     checkpoint_format: str
     left_out: tuple[str, ...] = ()
     holds_more: bool = False  # than tensors: the file, beside a module of the user's own
@@ -163,7 +164,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     planned = [*_planned(question, fmt)]
     left_out: list[str] = []
     whole = [replace(one, cell=replace(one.cell, options={})) for one in planned]
-    evidence = candidates.find(question.results, whole[0].cell, left_out.append) if whole else {}
+    evidence = find(question.results, whole[0].cell, left_out.append) if whole else {}
     found = quantised.of_model(question.model)
     if found and question.checkpoint and not (evidence or found.dequantises):
         raise found.error(question.checkpoint)

@@ -37,7 +37,7 @@ from weighin.stream import formats
 from weighin.stream import gguf_files as gguf
 from weighin.stream.hugging_face_folder import files_of_adapter, folder_of
 from weighin.stream.pretrained_library import TRANSFORMERS, library_of
-from weighin.suite import registry
+from weighin.suite import registry, user_code
 from weighin.suite.registry import data_folder
 from weighin.text import few
 from weighin.units import MIB, format_bytes, format_exact
@@ -358,7 +358,7 @@ class Loads:
 
     def _python_path(self, cell: Cell) -> tuple[str, ...]:
         # None for a builder of weighin, so that no module of a user can hide one of weighin.
-        return () if registry.is_ours(cell.model.builder) else self._task.settings.python_path
+        return () if user_code.is_ours(cell.model.builder) else self._task.settings.python_path
 
     def _job(self, planned: Planned, checkpoint: cache.Prepared) -> Job:
         settings = self._task.settings

@@ -11,7 +11,7 @@ from weighin.stream import formats
 from weighin.stream.foreign import remembering
 from weighin.stream.hugging_face_folder import adapter_note, folder_library, folder_of, own_dtype
 from weighin.stream.pretrained_library import Selection
-from weighin.suite import registry
+from weighin.suite import registry, user_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def choose(settings: Settings) -> ChosenModels:
         )
     python_path: tuple[str, ...] = ()
     # A folder on the path may hide any module.
-    if not all(registry.is_ours(spec.builder) for spec in specs):
-        python_path = registry.import_path([model.source for model in settings.models])
+    if not all(user_code.is_ours(spec.builder) for spec in specs):
+        python_path = user_code.import_path([model.source for model in settings.models])
     notes: list[str] = []
     named = {spec.kwargs["architecture"] for spec in specs if folder_library(spec)}
     taken = named.pop() if len(named) == 1 else ""

@@ -4,9 +4,7 @@ A file with a function ``load`` is a strategy for loads, one with ``save`` for s
 """
 
 import ast
-import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -20,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weighin.cell import NONE, SYNTHESISED, USES, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
-from weighin.files import read_bytes
 from weighin.models.description import ask, spec_of
 from weighin.settings.yaml_file import read_mapping
 from weighin.stream import formats, pretrained_library, quantised
@@ -29,7 +26,7 @@ from weighin.stream import hugging_face_folder as hf
 from weighin.stream.foreign import NOT_MEASURED
 from weighin.stream.pretrained_library import AS_SAVED, TRANSFORMERS, WHOLE, FolderChoice, Selection
 from weighin.stream.slices import check_converts, pack
-from weighin.text import printable
+from weighin.suite import user_code
 
 if TYPE_CHECKING:
     from weighin.settings.definition import Settings
@@ -40,8 +37,6 @@ PEAK_WORDS = ("model", "storages", "tensor", "layer", "shard", "mapped")
 ``torch.load`` returns), the largest tensor, layer or shard, and the mapped file."""
 _EXAMPLE_OF_PEAK = '("model + tensor",)'
 
-_TAKEN = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "weighin"}
-"""Names that a model's module must not have, because Python or weighin has such a module."""
 _FROM = "from:"
 
 
@@ -160,7 +155,7 @@ def chosen(
 def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     """Read a strategy's name, summary and constants from its source, without executing the file."""
     example = "see strategies/README.md for an example of 20 lines"
-    tree = _parse(path, "strategy", f"{operation}(job)", example)
+    tree = user_code.parse(path, "strategy", f"{operation}(job)", example)
     docstring, constants = ast.get_docstring(tree), dict[str, tuple[Any, int]]()
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -202,79 +197,6 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     return StrategyInfo(path.stem, path.resolve(), summary, **declared)
 
 
-def _in_file(name: str) -> bool:
-    return ".py:" in name  # a builder: "path/nets.py:build"
-
-
-def of_file(name: str) -> tuple[str, Path]:
-    """Return "nets:build" for "path/nets.py:build", and the folder to import it from."""
-    text, _, function = name.rpartition(":")
-    path = Path(text).expanduser()
-    if not path.is_file():
-        why = f"--model {name}: there is no file {text}"
-        repair = "name a Python file and a function in it: --model path/nets.py:build"
-        raise ConfigError(why, repair)
-    path = path.resolve()
-    parts, folder = [path.stem], path.parent
-    # A file beside an __init__.py is a part of that package, which its relative imports need.
-    while (folder / "__init__.py").is_file():
-        parts.insert(0, folder.name)
-        folder = folder.parent
-    if path.stem == "__init__" and len(parts) > 1:
-        parts.pop()
-    if wrong := [part for part in parts if not part.isidentifier()] or [*{parts[0]} & _TAKEN]:
-        raise ConfigError(
-            f"--model {name}: {wrong[0]!r} cannot be the name of your module",
-            "rename it, for example to nets.py: use letters, digits and underscores, but no name of a"
-            " module of Python or weighin",
-        )
-    return f"{'.'.join(parts)}:{function}", folder
-
-
-def import_path(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders of the models' modules: those of files, the current one, PYTHONPATH's."""
-    folders = [of_file(name)[1] for name in names if _in_file(name)]
-    folders.append(Path.cwd())
-    listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    folders += [Path(text).resolve() for text in listed if text and Path(text).exists()]
-    return tuple(dict.fromkeys(map(str, folders)))
-
-
-def is_ours(builder: str) -> bool:
-    """Tell whether a builder belongs to weighin, so that it needs no import path."""
-    return builder.startswith("weighin.models.")
-
-
-def file_of(builder: str, folders: Iterable[str]) -> Path | None:
-    """Return the file of a builder's top module in one of ``folders``; None if no folder has it."""
-    spec = PathFinder.find_spec(builder.partition(":")[0].partition(".")[0], [*folders])
-    if spec is None:
-        return None
-    if spec.origin and spec.has_location:
-        return Path(spec.origin)
-    return Path(next(iter(spec.submodule_search_locations or ()), "")) or None
-
-
-def _parse(path: Path, what: str, function: str, example: str) -> ast.Module:
-    """Return the syntax tree of a file that must define ``function``, such as "load(job)"."""
-    try:
-        tree = ast.parse(read_bytes(path), filename=str(path))
-    except FileNotFoundError:
-        raise ConfigError(f"the {what} {path}: no such file or folder", "check the path") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
-    # The last two are for code that nests too deeply.
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{path} is not Python: {str(error) or type(error).__name__}") from None
-    if not path.stem.isprintable():
-        name = printable(str(path))
-        raise ConfigError(f"the {what} {name}: its name cannot be printed", "rename the file")
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    if function.partition("(")[0] not in names:
-        raise ConfigError(f"{path} has no function {function}", example)
-    return tree
-
-
 def name_of(requirement: str) -> str:
     """Return the package's name in a requirement: "safetensors" in "safetensors>=0.8"."""
     return re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]
@@ -312,7 +234,7 @@ def chosen_uses(names: list[str]) -> dict[str, str]:
             found[name] = _known("use", name, ours, "--use ./mine.py")
             continue
         path = Path(name).expanduser().resolve()
-        _parse(path, "use", "use(model)", "see docs/suites.md for an example of 2 lines")
+        user_code.parse(path, "use", "use(model)", "see docs/suites.md for an example of 2 lines")
         if path.stem in ours or found.get(path.stem, str(path)) != str(path):
             why = f"two uses are called {path.stem!r}, one of them {path}"
             raise ConfigError(why, "rename the file: a use's name is its file's name")
@@ -371,7 +293,7 @@ def model_and_checkpoint(
             others = {key: one for key, one in given.items() if spec.kwargs.get(key) != one}
             title = with_arguments(spec.name, others)
             return ModelSpec(title, spec.builder, spec.kwargs | others), None
-        builder = of_file(name)[0] if _in_file(name) else name
+        builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
         return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {}), None
     if not name.startswith(_FROM) and (file := gguf_in(path)):
         spec = ModelSpec(file.stem, TRANSFORMERS.builder, ask(file))
@@ -400,7 +322,7 @@ def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
 
 def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = "") -> Path | None:
     """Return the file or folder that ``name`` stands for; None for a built-in model or a builder."""
-    if name in (known := files("models")) or _in_file(name):
+    if name in (known := files("models")) or user_code.is_file(name):
         return None
     path = hf.path_of(Path(name.removeprefix(_FROM)), revision)
     if name.startswith(_FROM) or path.exists():
