@@ -35,7 +35,7 @@ def no_link(path: "Path", folder: "Path") -> None:
         if each == folder:
             return
         if each.is_symlink():
-            raise OSError(errno.ELOOP, "a link, which weighin does not follow here", str(each))
+            raise OSError(errno.ELOOP, "a symbolic link, which weighin does not follow", str(each))
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> Any:

@@ -124,7 +124,9 @@ def test_a_model_of_another_release_has_the_parameters_of_the_checkpoint_under_a
         check_parameters(model, touch(named_tensors(model)), manifests, torch.float32)
 
     verify_parameters(first=first, second=second, head=out)
-    with pytest.raises(WrongWeights, match=r"^the parameters have 104 bytes, .* 168$"):
+    with pytest.raises(
+        WrongWeights, match=r"parameters have 104 bytes, the checkpoint's have 168$"
+    ):
         verify_parameters(first=first, head=out)
     second.weight.data[0, 0] += 1
     with pytest.raises(WrongWeights, match=r"values that the checkpoint lacks: second.weight$"):
