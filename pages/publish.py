@@ -150,12 +150,14 @@ def since(root: Path, commit: str, run: Run, *more: str) -> str:
 
 def _code(root: Path, name: str, commit: str = "") -> str:
     """Return a file as it lies there, or as of a commit; of Python, without comments and docstrings."""
-    then = ["git", "-C", str(root), "show", f"{commit}:{name}"]
-    shown = then if commit else ["cat", f"{root}/{name}"]
-    text: str = subprocess.run(shown, capture_output=True, text=True, check=False).stdout
+    then = ["git", "-C", str(root), "show", f"{commit}:{name}"]  # fails if it was not there
+    if commit:
+        text = str(subprocess.run(then, capture_output=True, text=True, check=False).stdout)
+    else:
+        text = (root / name).read_text(encoding="utf-8") if (root / name).exists() else ""
     if not name.endswith(".py"):
         return text
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree := ast.parse(text)):
         if isinstance(node, documented) and ast.get_docstring(node):
             node.body.pop(0)

@@ -83,7 +83,8 @@ def _column(found: Mapping[str, Sequence[Result]], reasons: dict[str, int]) -> d
         if good := [one for one in repeats if one.outcome is Outcome.OK]:
             peak = middle(map(run_tables.anonymous_bytes, good))
             column[release] = scaled(peak, good[0].model_bytes, 2)
-            times[release] = middle(one.ready_ns for one in good) or 0
+            if time := middle(one.ready_ns for one in good):
+                times[release] = time
         else:
             first = repeats[0]
             why = first.message.partition("\n")[0].replace(f" {first.cell.releases}: ", ": ")

@@ -43,7 +43,9 @@ def differences(
         more = {path for path, _ in found} - {path for path, _ in wanted}
         return [*lines, f"places: lost {sorted(lost)}, more {sorted(more)}, or in another order"]
     for (path, one), (_, other) in zip(found, wanted, strict=True):
-        lines += [f"{path}: {what}" for what in _value_differences(one, other, nan_bits)]
+        is_weight = "_parameters[" in path or "_buffers[" in path
+        differing = _value_differences(one, other, nan_bits, is_weight=is_weight)
+        lines += [f"{path}: {what}" for what in differing]
     mine, theirs = _tensors(found), _tensors(wanted)
     if [path for path, _ in mine] != [path for path, _ in theirs]:
         return lines
@@ -190,7 +192,9 @@ def _tensors(values: list[tuple[str, Any]]) -> list[Place]:
     ]
 
 
-def _value_differences(one: Any, other: Any, nan_bits: bool) -> Iterator[str]:
+def _value_differences(
+    one: Any, other: Any, nan_bits: bool, *, is_weight: bool = False
+) -> Iterator[str]:
     if type(one) is not type(other):
         yield f"a {type(one).__name__}, not a {type(other).__name__}"
     elif not isinstance(other, torch.Tensor):
@@ -203,9 +207,12 @@ def _value_differences(one: Any, other: Any, nan_bits: bool) -> Iterator[str]:
         if one.stride() != other.stride():
             yield f"stride is {one.stride()}, not {other.stride()}"
         yield from _attribute_differences(one, other, nan_bits)
-        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-        # from_pretrained, too, leaves a tensor on the meta device that is no buffer.
-        if alike and not one.is_meta and not same_bytes(one, other, nan_bits=nan_bits):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return
+        if one.is_meta:
+            if is_weight:  # from_pretrained, too, leaves a plain attribute there
+                yield "is on the meta device"
+        elif not same_bytes(one, other, nan_bits=nan_bits):
             yield "other values"
 
 

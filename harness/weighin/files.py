@@ -35,7 +35,9 @@ def no_link(path: "Path", folder: "Path") -> None:
         if each == folder:
             return
         if each.is_symlink():
-            raise OSError(errno.ELOOP, "a symbolic link, which weighin does not follow", str(each))
+            raise OSError(
+                errno.ELOOP, "a symbolic link, which weighin does not follow here", str(each)
+            )
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> Any:

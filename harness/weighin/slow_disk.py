@@ -95,7 +95,7 @@ class Mount:
 
 
 def check(*, in_container: bool) -> None:
-    """Raise IsolationUnavailable if a slow disk does not work here (or not ``in_container``)."""
+    """Raise IsolationUnavailable if a slow disk does not work here, read by a container or not."""
     if find_spec("mfusepy") is None:
         why, repair = "mfusepy is not installed", install.command("disk")
     elif find_library("fuse") is None:

@@ -22,7 +22,7 @@ def test_a_library_that_the_linker_does_not_load_is_no_measurement(
     (library := tmp_path / "liballocator.so").write_text("not a library")
     result = bench("baseline", isolation, environment={"LD_PRELOAD": str(library)})
     assert result.outcome is Outcome.MEASUREMENT_FAILED
-    assert "the linker did not load" in result.message
+    assert "the dynamic linker did not load" in result.message
 
 
 @pytest.mark.parametrize("isolation", isolations("docker"), indirect=True)

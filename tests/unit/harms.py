@@ -303,7 +303,7 @@ HARMS: list[tuple[str, tuple[str, ...], Harm, str, str]] = [
     ("an_enormous_index", JSON, lambda g: os.truncate(g.index, 2**40), "index", "has 1,099,511,627,776 bytes of JSON, more than weighin reads"),  # a hole
 
     ("overlapping_blocks", ("dcp",), lambda g: metadata_of(g, overlapping_blocks), "index", "the parts of 'a.weight' at (0, 0) and (2, 0) overlap"),
-    ("a_negative_place", ("dcp",), lambda g: place(g, offset=-1), "index", "no place for 'a.weight'"),
+    ("a_negative_place", ("dcp",), lambda g: place(g, offset=-1), "index", "no valid place of 'a.weight'"),
     ("an_enormous_place", ("dcp",), lambda g: place(g, offset=2**62), "data", "truncated: 'a.weight' ends at byte 4,611,686,018,427,"),
     ("an_enormous_text_in_the_metadata", ("dcp",), lambda g: g.index.write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x"), "index", "the file ends inside the pickle"),
     ("metadata_with_code", ("dcp",), lambda g: metadata_of(g, lambda one: vars(one).update(planner_data=Command(g.proof))), "index", "did NOT execute it: it refers to posix.system"),

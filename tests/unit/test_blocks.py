@@ -284,7 +284,7 @@ UNTILED: dict[str, tuple[Harm, str]] = {
     "narrow": (last_block((5, 3), (5, 3)), "the parts of 'b' do not fill (10, 7)"),
     "flat": (last_block((5,), (20,)), "the part of 'b' at (5,) is outside the shape (10, 7)"),
     "far away": (last_block((2**62, 3)), "is outside the shape (10, 7)"),
-    "negative": (last_block((-1, 3)), "'b' is not a tensor there"),
+    "negative": (last_block((-1, 3)), "do not describe 'b' as a tensor"),
     **{
         f"no list: {one}": (no_list(one), "the parts of 'b' do not fill") for one in (5, True, None)
     },

@@ -126,7 +126,7 @@ def test_a_command_that_starves_in_a_search_is_ended(
 ) -> None:
     measure = Mock(return_value=Measured(UNLIMITED))
     monkeypatch.setattr(commands, "measure", measure)
-    commands.take(searching(**{"timeout_s": 0.0} | settings), Progress(), Planned(cell), {})
+    commands.take(searching(**{"timeout_s": 0.0} | settings), Progress(), {}, Planned(cell), {})
     assert measure.call_args.args[1].settings.timeout_s == expected_s
 
 

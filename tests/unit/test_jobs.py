@@ -110,7 +110,7 @@ def test_the_settings_of_an_engine() -> None:
     ids=str,
 )
 def test_an_engine_of_an_edited_plan_is_refused(chosen: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="the unknown engine"), jobs.opened(chosen):
+    with pytest.raises(ConfigError, match="an engine that weighin cannot use"), jobs.opened(chosen):
         pass
 
 

@@ -149,7 +149,8 @@ def test_a_folder_that_its_library_refuses_is_not_predicted(make: Make, tmp_path
     assert f": 1 key of another shape ({name})" in refused(predicted, folder)
     del state[name]
     save_file(state, file, metadata={"format": "pt"})
-    assert f": {name}" in refused(predicted, folder)
+    said = refused(predicted, folder)
+    assert "lacks weights of this " in said and said.partition("\n")[0].endswith(f": {name}")
 
 
 def test_a_file_that_its_library_does_not_read_is_no_reference(make: Make, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from weighin.records import run_folder
 HEAVY = {
     *("torch", "numpy", "pandas", "rich", "docker", "requests", "yaml", "filelock"),
     *("statistics", "difflib", "http.client", "py_spy"),
-    *("weighin.stream.formats", "weighin.suite.registry", "weighin.plan.loads"),
-    *("weighin.predict.client", "weighin.checkpoint.cache"),
+    *("weighin.stream.formats", "weighin.suite.registry", "weighin.suite.user_code"),
+    *("weighin.plan.loads", "weighin.predict.client", "weighin.checkpoint.cache"),
 }
 PROGRAM = """
 import sys

@@ -132,7 +132,7 @@ def from_another(step: Path, model: Model, *, is_other_stage: bool = False) -> N
 
 
 TWO_RUNS = "two runs wrote their files into this folder:"
-NOT_FLAT = ".0' is not flat, or of another dtype"
+NOT_FLAT = ".0' is not flat, or has another dtype than the others"
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another run's rank": (lambda step: copied(step, share(2)), f"{TWO_RUNS} {share(2)}\n"),
     "two runs in a folder": (lambda step: copied(step, share(1)[5:]), f"{TWO_RUNS} {share(1)}, {share(1)[5:]}\n"),

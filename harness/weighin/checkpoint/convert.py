@@ -107,7 +107,7 @@ class Conversion:
             raise ConfigError(what, "choose a target outside of the source")
         if len(os.fsencode(target.name)) > (most := os.pathconf(folder, "PC_NAME_MAX")):
             repair = f"choose a name of at most {most} bytes"
-            raise ConfigError("the disk does not allow a name as long as the target's", repair)
+            raise ConfigError("the target's name is too long", repair)
 
     def write(
         self, permit: Callable[[int, int], None] = lambda _to_write, _to_read: None

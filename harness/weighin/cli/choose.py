@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     _options.MODEL,
     *_options.settings("recommend", uses="none"),
     *parameters(
-        {"--allow NAMES": "What the recommended code may need: resave (that you convert the checkpoint first), packages (others than torch), weighin (the code imports it); or none of these."},
+        {"--allow NAMES": "What the recommended code may need: resave (you convert the checkpoint first), packages (other than torch), weighin (the code imports it), or none."},
         LIMITS,
         allow="resave,packages,weighin",
     ),
@@ -118,8 +118,8 @@ def predict(context: click.Context, typed: dict[str, Any]) -> None:
             raise found.error(chosen.checkpoint)
     if chosen.checkpoints:
         raise ConfigError(
-            "weighin predict takes at most one model with a checkpoint of its own, but the suite has"
-            f" {len(chosen.checkpoints)} of them",
+            "weighin predict takes a checkpoint for one model alone, but the suite has"
+            f" {len(chosen.specs)} models",
             "predict each of them in a command of its own: weighin predict FOLDER",
         )
     use_paths = registry.chosen_uses(settings.uses)

@@ -197,7 +197,7 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
     settings = new_settings(context)
     if not settings.commands and len(settings.strategies) > 1:
         raise ConfigError("bisect measures one strategy", "name one: --strategy transformers")
-    more = 1 + share(typed["tolerance"])
+    more = 1 + share(typed["tolerance"], "--tolerance")
     with _console.working(f"asking the index for the releases of {package}"):
         known = releases.between(package, typed["from"], typed["to"])
     out = typed["out"] or start.new_folder([f"bisect-{package}"])
@@ -207,8 +207,8 @@ def bisect(context: click.Context, typed: dict[str, Any]) -> None:
         chosen = settings.model_copy(update={"releases": [f"{package}=={release}"]})
         with driver.opened({}) as (_, perform):
             task, _ = start.start(chosen, out / release)
-            bar = progress(_console.console(), len(task.planned))
-            with until_a_command() if is_of_command else bar as shown:
+            bar = progress(_console.console(), len(task.planned)) if not is_of_command else None
+            with bar or until_a_command() as shown:
                 perform(task, shown)
         found, *others = summarise([run_folder.read(task.folder)]).values()
         if others:
@@ -351,16 +351,16 @@ def new_settings(context: click.Context) -> "Settings":
     return settings.model_copy(update=update)
 
 
-def share(text: str) -> float:
-    """Return the number in the text of --within: 0.01 for "1%" or "0.01"."""
+def share(text: str, option: str = "--within") -> float:
+    """Return the number in an option's text: 0.01 for "1%" or "0.01"."""
     from weighin.records.floor import COARSEST
 
     within = 0.0
     with suppress(ValueError):
         within = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 < within <= COARSEST:
-        why = f"--within {text}: not a share between 0% and {COARSEST:.0%}"
-        raise ConfigError(why, "write a percentage in this range, such as --within 1%")
+        why = f"{option} {text}: not a share between 0% and {COARSEST:.0%}"
+        raise ConfigError(why, f"write a percentage in this range, such as {option} 1%")
     return within
 
 

@@ -1,1 +1,1 @@
-"""Where the cells (measurements) of a plan run: ``driver`` hands out, ``node`` runs one, ``cluster`` is Ray."""
+"""Where the cells (measurements) of a plan run: ``driver`` hands out, ``node`` runs one, ``ray_cluster`` is Ray."""

@@ -74,8 +74,8 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
                 nodes = cluster.find()
                 yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()
         case _ if chosen:
-            name = short(chosen.get("name"))
-            raise ConfigError(f"plan.json names the unknown engine {name}", "start a new run")
+            what = f"plan.json has an engine that weighin cannot use: {short(dict(chosen))}"
+            raise ConfigError(what, "start a new run")
         case _:
             yield (), runner.run
 
@@ -219,8 +219,8 @@ class Driver:
             message = f"{waiting}, because no node is left: {last.message}"
             return HarnessError(message, last.repair, exit_code=last.exit_code)
         demand = next(demand for demand, cells in self._waiting.items() if cells)
-        short, no_gpu = self._short[demand], f"has no {demand.device}"
-        reasons = "; ".join(sorted(short.get(n, f"{self._names[n]} {no_gpu}") for n in nodes))
+        lacking, no_gpu = self._short[demand], f"has no {demand.device}"
+        reasons = "; ".join(sorted(lacking.get(n, f"{self._names[n]} {no_gpu}") for n in nodes))
         repair = "free memory on a node, or add a node"
         return HarnessError(f"{waiting}: {reasons}", repair, exit_code=4)
 

@@ -390,8 +390,10 @@ def judge_figure(
     worse, better = LineVerdict.REGRESSED, LineVerdict.IMPROVED
     verdict = worse if bad > 0 else better if good > 0 else LineVerdict.SAME
     allowed = now.median - above if bad == above else now.median + below
-    excess, figures = bad / max(was.median, 1), (was.median, now.median, allowed)
-    return Line(verdict, name, metric.title, "", metric, *figures, excess, phases)
+    return Line(
+        verdict, name, metric.title, metric=metric, was=was.median, now=now.median, allowed=allowed,
+        excess=bad / max(was.median, 1), phases=phases,
+    )  # fmt: skip
 
 
 def _by_phase(metric: Metric, series: Series) -> dict[str, int]:

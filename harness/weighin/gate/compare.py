@@ -128,7 +128,6 @@ def fingerprint(environment: Mapping[str, Any]) -> str:
 
 
 def _split(runs: Sequence[Group], by: str) -> list[Group]:
-
     def value(result: Result) -> str:
         if by == "machine":
             return fingerprint(result.environment)

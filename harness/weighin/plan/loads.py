@@ -150,7 +150,7 @@ def _obstacles(
     obstacles: list[tuple[object, str]] = [
         (cell.format not in info.formats, f"{name} does not {'write' if is_save else 'read'} {cell.format}, only {able}"),
         (of_gguf and not cell.releases, f"{name} of a GGUF file {of_gguf}"),
-        (cell.releases == LATEST and not info.packages, f"{name} needs no package of which --with latest could install the latest release"),
+        (cell.releases == LATEST and not info.packages, f"--with latest: {name} needs no package that weighin could install"),
         (cell.use and cell.ranks > 1, f"the use {cell.use} is measured in one process: --ranks 1"),
         (cell.use in (TO_DEVICE, FORK) and kind != "cpu", f"the use {cell.use} needs a model on the CPU"),
         (info.shares_load and cell.ranks == 1, f"{name} divides a load: it needs --ranks 2 or more"),

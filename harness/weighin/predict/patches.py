@@ -158,9 +158,13 @@ def _streaming(ledger: Ledger) -> Iterator[Any]:
                 fresh = ledger.work["fresh_bytes"]
                 ledger.write(out)
                 # Libraries read shapes that quantised weights have as small tensors.
-                if ledger.has_values and out.nbytes <= _SHAPE_BYTES and not out.is_floating_point():
+                block = ledger.block_of(out)
+                is_shape = (
+                    out.nbytes == block.nbytes <= _SHAPE_BYTES and not out.is_floating_point()
+                )
+                if ledger.has_values and is_shape:
                     original_fill([Fill(where, out)], disk)
-                    ledger.block_of(out).known = True
+                    block.known = True
                 if out.nbytes >= HUGE_PAGE_BYTES:
                     # Huge pages cause few page faults, but zeroing them takes as long as a write.
                     ledger.work["fresh_bytes"] = fresh

@@ -180,11 +180,15 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         forward=question.use == FORWARD,
         use_paths={question.use: question.use_path},
     )
-    more = False
-    if question.checkpoint and library_of(question.model.builder) is None:
-        more = not formats.read(question.checkpoint, question.selection).only_tensors
     known = tuple(planned), tuple(predictions), evidence, fmt, tuple(left_out)
-    return PriorKnowledge(*known, holds_more=more)
+    return PriorKnowledge(*known, holds_more=_holds_more(question))
+
+
+def _holds_more(question: Question) -> bool:
+    """Tell whether the file has more than tensors, beside a module of the user's own."""
+    if not question.checkpoint or question.selection or library_of(question.model.builder):
+        return False
+    return not formats.read(question.checkpoint).only_tensors
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
@@ -200,9 +204,9 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         # A strategy that does not read the selected part itself, or unpickles values that torch.load may
         # refuse, needs the tensors as a checkpoint of their own.
         reads_more = "key" in one.strategy.options and not one.strategy.weights_only
-        is_apart = (
-            not one.cell.options if question.selection else prior.holds_more and not reads_more
-        )
+        is_apart = prior.holds_more and not reads_more
+        if question.selection:
+            is_apart = not one.cell.options
         fmt = "" if is_apart else prior.checkpoint_format
         predicted_s = times_slower * candidates.predicted_ready_s(prediction, speeds)
         judged.append(

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, Interrupted
@@ -31,6 +31,9 @@ from weighin.run.output import STANDARD, Readiness, Relay
 from weighin.settings.definition import Settings
 from weighin.text import few, one_line
 from weighin.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from weighin.run.releases import Environment
 
 _CLOCK_S: Final = 0.02  # the kernel's clock for files is a little behind
 _BY_KERNEL: Final = 0x80  # SI_KERNEL, of <signal.h>: the kernel sends the terminal's signals
@@ -233,7 +236,11 @@ def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
 
 
 def take(
-    task: Run, progress: Progress, planned: Planned, known_environment: Mapping[str, Any]
+    task: Run,
+    progress: Progress,
+    environments: dict[str, "Environment | ConfigError"],  # of this run, by the choice
+    planned: Planned,
+    known_environment: Mapping[str, Any],
 ) -> Measured:
     """Run one command. If a signal broke it off, raise Interrupted, unless there is nothing else to measure."""
     cell, settings = planned.cell, task.settings
@@ -246,10 +253,14 @@ def take(
     if cell.releases:
         from weighin.run import releases  # takes time to import
 
-        try:
-            found = releases.ensure(cell.releases, (), progress.preparing)
-        except ConfigError as error:
-            return Measured(skipped(replace(planned, skip=error.message), dict(known_environment)))
+        if (found := environments.get(cell.releases)) is None:
+            try:
+                found = releases.ensure(cell.releases, (), progress.preparing)
+            except ConfigError as error:
+                found = error
+            environments[cell.releases] = found
+        if isinstance(found, ConfigError):
+            return Measured(skipped(replace(planned, skip=found.message), dict(known_environment)))
         spec.python = found.python
         known_environment = {**known_environment, "releases": found.chosen}
     progress.starting(cell)

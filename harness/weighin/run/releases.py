@@ -19,7 +19,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from importlib.util import find_spec
@@ -66,7 +65,6 @@ class Environment:
         return {name: self.versions[name] for name in self.asked if name in self.versions}
 
 
-@cache  # as long as the same run reports: its cells have the same releases
 def ensure(choice: str, needed: Sequence[str], report: Report) -> Environment:
     """Return the environment of ``choice`` for a strategy that needs the packages ``needed``; make it if it is missing.
 

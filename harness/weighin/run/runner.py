@@ -58,7 +58,7 @@ def run(
                 select.check_limits_around(task.isolation, [each.cell for each in needed])
                 if task.settings.commands:
                     task.prepare()
-                    take = partial(commands.take, task, progress)
+                    take = partial(commands.take, task, progress, {})
                 else:
                     take = loads.Loads(task, needed, progress).take
                 known_environment = task.environment()

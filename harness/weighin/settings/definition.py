@@ -348,7 +348,7 @@ class Command(Strict):
     grace_s: _Seconds = 10.0
     """Seconds between SIGTERM and SIGKILL when weighin stops a server, or a process that outlives the command."""
     stacks: Annotated[bool, Option(HOW, "run", names=("--stacks/--no-stacks",))] = False
-    """Read the stacks of Python processes near the peak, to name the line that allocated the memory. Each reading stops the command for an instant. With several repeats, the default is --no-stacks."""
+    """Read the stacks of Python processes near the peak, to name the line that allocated the memory. Each reading stops the command for an instant. With --repeats on the command line, the default is --no-stacks."""
 
 
 def _usual_strategies(known: dict[str, Any]) -> list[SuiteStrategy]:

@@ -108,7 +108,9 @@ def _tensor(
     except (AttributeError, LookupError, TypeError):
         is_tensor = False
     if not is_tensor:
-        raise foreign.damaged(path, f"{shown(key)} is not a tensor there", _AGAIN)
+        raise foreign.damaged(
+            path, f"the metadata do not describe {shown(key)} as a tensor", _AGAIN
+        )
     if (kind := dtype.name.removeprefix("torch.")) not in ITEM_BYTES:
         raise CheckpointError(
             f"{path}: {shown(key)} has the dtype torch.{kind}; weighin does not read this dtype",
@@ -121,7 +123,7 @@ def _tensor(
         place = places.get((key, start), {})
         name, offset, length = map(place.get, ("relative_path", "offset", "length"))
         if not (isinstance(name, str) and is_sizes((offset, length))):
-            raise foreign.damaged(path, f"no place for {shown(key)} at {start}", _AGAIN)
+            raise foreign.damaged(path, f"no valid place of {shown(key)} at {start}", _AGAIN)
         if (name, offset) not in archives:
             file = foreign.file_of(path, name, key, _AGAIN)
             if offset + length > (file_bytes := file.stat().st_size):

@@ -394,7 +394,7 @@ def misfit(
 ) -> CheckpointError:
     """Return the error for a checkpoint with wrong ``keys``, by fault ("missing"), or for a ``reason``."""
     faults = [
-        f"{len(bad)} key{'s'[len(bad) == 1 :]} {what} ({first_names(bad)})"
+        f"{len(bad)} key{'s' * (len(bad) > 1)} {what} ({first_names(bad)})"
         for what, bad in keys.items()
         if bad
     ]

@@ -163,7 +163,7 @@ def refuse_empty(path: Path, slices: Sequence[Slice]) -> None:
 
 @foreign.remembering()
 def files(path: Path) -> list[Path]:
-    """Return every file that a load may read, in a stable order; raise as ``read`` does."""
+    """Return every file that a load may read, in a stable order."""
     name, path = _located(path)
     if name in sharded_files.INDEX_FIELDS:  # which may be 20,000 files
         return [path / sharded_files.INDEX_NAME, *sorted(path.glob("*.pt"))]

@@ -316,7 +316,7 @@ def _write_tensorizer(target: Path, tensors: Plans, pieces: Pieces | None) -> No
         for plan in stored
     )
     if needed > _TENSORIZER_INDEX_BYTES:
-        what = f"the names of {len(stored):,} tensors need {needed:,} bytes in the index, where"
+        what = f"the names of {len(stored):,} tensors may need {needed:,} bytes in the index, where"
         repair = "leave the strategy tensorizer out: --strategies streaming,safetensors_mmap"
         raise FormatLimit(f"{what} tensorizer reserves {_TENSORIZER_INDEX_BYTES:,}", repair)
     writer = TensorSerializer(str(target))

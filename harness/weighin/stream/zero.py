@@ -222,7 +222,9 @@ def laid_out(
     flats = [one for row in rows for one in row]
     for one in flats:
         if len(one.shape) != 1 or not one.contiguous or one.dtype_name != flats[0].dtype_name:
-            raise _refused(one.file, f"{shown(one.name)} is not flat, or of another dtype")
+            raise _refused(
+                one.file, f"{shown(one.name)} is not flat, or has another dtype than the others"
+            )
     stored, at = {}, 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         if not is_sizes((padding,)):

@@ -72,7 +72,7 @@ def choose(settings: Settings) -> ChosenModels:
     if own:  # --checkpoint overrides those of the suite
         several = {}
     if selection and own is None:
-        what = "each model of the suite has a checkpoint of its own" if several else "none is given"
+        what = "models of the suite have checkpoints of their own" if several else "none is given"
         raise ConfigError(
             f"key and strip_prefix select weights in one checkpoint, but {what}",
             "add --checkpoint PATH (in a suite, the model's checkpoint: PATH), or leave key and strip_prefix out",

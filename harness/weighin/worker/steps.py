@@ -66,7 +66,7 @@ class Worker:
             mapped = read_text("/proc/self/maps")
             for library in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
                 if os.path.realpath(library) not in mapped:
-                    raise OSError(f"LD_PRELOAD: the linker did not load {library}")
+                    raise OSError(f"LD_PRELOAD: the dynamic linker did not load {library}")
         if cell.operation == "save":
             from weighin.worker import saving
 
