@@ -143,7 +143,7 @@ def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
     check_machines(map(Demand, settings.ram), nodes)
     if settings.device != "cpu":
         check_machines((Demand(None, settings.device, limit) for limit in settings.vram), nodes)
-    # Commands must ask for a container, because it lacks this machine's programs.
+    # Commands must ask for a container, in which they lack this machine's folders and variables.
     return select.choose(
         "docker" if settings.image else settings.isolation,
         nodes={node.name: node.isolations for node in nodes},

@@ -269,11 +269,11 @@ def _request_s(pace: Pace, nbytes: int) -> float:
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the strategies from the best to the worst: by verdict, then by the time of the load.
 
-    If any strategy of a verdict was measured, predicted times count double. Among strategies about as fast
-    as the fastest one, measured ones come before predicted ones, then those that need no conversion of the
-    checkpoint, then those with fewer other requirements, then those with less RAM. "About as fast" means
-    within the fastest one's ``noise_s`` or, if it has none, within 20 % or 0.1 s. Strategies that thrash are
-    ordered by requirements, then RAM, then time.
+    If any strategy of a verdict was measured, predicted times count double. If the checkpoint must be converted
+    first, they count double (again), plus 1 s. Strategies about as fast as the fastest one (measured: within its
+    ``noise_s``; predicted: within 20 % or 0.1 s, whichever is more) are ordered by: measured before predicted,
+    conversions of the checkpoint, other requirements, RAM, the least first. Strategies that thrash are ordered
+    by conversions, other requirements, RAM, and then time.
     """
     return [
         one
