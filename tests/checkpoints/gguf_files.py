@@ -19,7 +19,7 @@ SCALES: Final = {"Q4_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_XS": (0,
 _OF_LLAMA: Final = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 _SKIPPED: Final = refused("does not read gguf, only .*--format", ("baseline",))
 _LOAD: Final = {
-    "load": r"is quantised to .*\nfirst write the dequantised values into a folder, and load that folder: weighin convert"
+    "load": r"is quantised to .*\nconvert it once, and load the new folder: weighin convert"
 }
 
 

@@ -126,7 +126,9 @@ def test_a_machine_that_cannot_limit_is_told_what_to_do(
 
 def test_a_group_that_cannot_be_entered_is_named(tmp_path: Path) -> None:
     told = refused(Started, ("true",), groups=[tmp_path / "gone"], is_worker=True)
-    assert f"cannot be started in {tmp_path}/gone/cgroup.procs" in told
+    assert (
+        f"cannot be started: it could not enter its cgroup ({tmp_path}/gone/cgroup.procs)" in told
+    )
 
 
 def test_a_failed_start_leaves_no_group(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

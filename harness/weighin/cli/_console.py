@@ -104,6 +104,6 @@ def write(target: str | Path, text: str) -> None:
         return
     from weighin.records.run_folder import writing  # imports msgspec, which takes time
 
-    with writing(path := Path(target), repair="name a file in a writable folder with space"):
+    with writing(path := Path(target), repair="free space, or name a file in a writable folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -149,7 +149,7 @@ def write(
     }
     if old and _parsed(path, new) == _parsed(path, old):
         return []
-    with run_folder.writing(path, repair="name a file in a writable folder with space"):
+    with run_folder.writing(path, repair="free space, or name a file in a writable folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, _text(new))
     before = _text(old).splitlines() if old else []

@@ -29,7 +29,7 @@ PARENT_LEAF = "weighin-parent"  # the leaf into which the processes of weighin's
 PREFIX = "weighin."  # of the names of cells' groups
 _ENTERED = "WEIGHIN_DELEGATED"
 _SWAPS = Path("/proc/swaps")
-_REPAIR = "run it as root (sudo env PATH=$PATH weighin ...); start a container with --privileged"
+_REPAIR = "run it as root (sudo env PATH=$PATH weighin ...) or, with Docker, add --isolation docker; start a container with --privileged"
 _numbers = itertools.count()
 
 

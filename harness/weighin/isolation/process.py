@@ -170,7 +170,7 @@ class Started(Running):
                 preexec_fn=begin if files or not is_worker else None,  # noqa: PLW1509
             )
         except subprocess.SubprocessError:  # of ``begin``
-            where = f" in {', '.join(files)}" if files else ""
+            where = f": it could not enter its cgroup ({', '.join(files)})" if files else ""
             raise IsolationUnavailable(f"the process cannot be started{where}") from None
         except OSError as error:
             if is_worker:

@@ -452,7 +452,7 @@ def _page_cache(facts: Facts) -> Cause | None:
 
 def _try(facts: Facts, files: Sequence[OpenFile]) -> str:
     limit, path = facts.result.cell.ram_limit_bytes, PurePath(files[0].path)
-    maps = "torch.load(..., mmap=True): " if files[0].path.endswith(_PICKLES) else ""
+    maps = "torch.load(..., mmap=True), or ask: " if files[0].path.endswith(_PICKLES) else ""
     ram = f" --ram {format_exact(limit)}" if limit else ""
     folder = path if len(files) == 1 else path.parent
     return f"Try {maps}weighin recommend {quote(str(folder))}{ram}"

@@ -157,8 +157,7 @@ def _record(
         raise CheckpointError(
             f"{encoded.file}: {plain(encoded.name)} is quantised to {encoded.encoding}, which"
             " load_streaming does not dequantise",
-            "first write the dequantised values into a folder, and load that folder: weighin"
-            f" convert {encoded.file} FOLDER --keys model",
+            f"convert it once, and load the new folder: weighin convert {encoded.file} FOLDER --keys model",
         )
     if not values and (copies := _plain_copies(model, slices)) is not None:
         log.load(copies)

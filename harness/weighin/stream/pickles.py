@@ -47,7 +47,8 @@ _SAFE: Final = frozenset({  # besides tensors, storages and dtypes
 })  # fmt: skip
 _NOWHERE: Final = Path()
 IF_TRUSTED: Final = (
-    "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
+    "if you trust the file, load it with torch.load(FILE, weights_only=False), and save plain"
+    " weights: torch.save(STATE_DICT, NEW)"
 )
 
 

@@ -147,7 +147,7 @@ class _Window:
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         at += {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
         if at < 0:
-            raise OSError("its table of contents (zip's central directory) begins before the file")
+            raise OSError("its table of contents (zip's central directory) begins before byte 0")
         self._at = at
         return at
 
