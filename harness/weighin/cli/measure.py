@@ -62,7 +62,7 @@ def bench(context: click.Context, _: dict[str, Any]) -> None:
     examples={
         "Measure a command under a RAM limit of 4 GiB": "weighin run --ram 4g -- python train.py",
         "Run it three times under each of two limits, with w.pt out of the page cache": "weighin run --ram 8g,4g --repeats 3 --cold w.pt -- python load.py w.pt",
-        "Run it in a container of this image": "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
+        "Run a server in a container of the image vllm/vllm-openai": "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
         "Measure each command of a suite": "weighin run --suite commands --out results/commands",
     },
 )
@@ -116,8 +116,8 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
 
     With --use, the limit must also suffice for the use of the model after the load.
 
-    A load that reads evicted pages again and again (it thrashes) would take very long, so weighin
-    stops it: for example, if it has read more than 3 times the model's size again, or waits for
+    A load thrashes if it reads evicted pages again and again. That would take very long, so weighin
+    stops it, for example once it has reread more than 3 times the model's size, or if it waits for
     memory and takes more than 10 times as long as without a limit.
 
     With a command after --, find the smallest limit under which the command ends with exit code 0, or

@@ -80,7 +80,7 @@ def show_run(run: Path, records: "Records", json: str | None, formats: Sequence[
     examples={
         "Compare each measurement of two runs, such as runs of two versions of torch": "weighin compare results/torch-2.13 results/torch-2.14",
         "Compare two metrics only": "weighin compare results/main results/branch --metrics above_import,ready",
-        "Compare the machines of one run": "weighin compare results/fleet --by machine",
+        "Compare the kinds of machines on which one run was measured": "weighin compare results/fleet --by machine",
         "Compare the versions of torch that several runs measured": "weighin compare results/* --by torch",
     },
 )
@@ -107,7 +107,7 @@ def compare(_: click.Context, typed: dict[str, Any]) -> None:
             "--budget BUDGET ...": 'An upper bound for a metric of the run, such as "peak_rss <= 1.1 x model + 64MiB above import" (metrics: peak_rss, anon, peak_cgroup, ready ...). Repeatable.',
             "--expect OUTCOMES ...": "Outcomes that you expect in place of ok: STRATEGY=OUTCOME, comma-separated. With sequential=oom_killed, the check passes if the kernel kills the strategy sequential for lack of memory.",
             "--tolerance TOLERANCE ...": 'How much a metric may exceed its figure in the baseline file: "ready=30% 1s" (whichever is larger), "anon=64MiB both" (falling by more than 64 MiB fails, too) or "load=off" (not compared). Repeatable.',
-            "--setting NAME=POLICY ...": "What to do if the kernel, the processor or another setting differs from the baseline file: kernel=ignore, cpu=fail or settings.*=warn. Repeatable.",
+            "--setting NAME=POLICY ...": "Whether to ignore, warn or fail if the machine or a version differs from the baseline file: kernel=ignore, cpu=fail or settings.*=warn. By default, another torch, CUDA or GPU fails, another kernel or processor warns. Repeatable.",
             "--metrics NAMES": "Compare only some metrics with the baseline file, such as --metrics above_import,ready_anon.",
             "--partial": "Judge the measured part of a stopped run, which otherwise fails.",
             "--all": "Show all figures of the run, not only those that differ from the baseline file.",

@@ -257,7 +257,7 @@ class SuiteModel(Strict):
     """One model of a suite: a name, or a folder, a builder or a checkpoint of the user's own."""
 
     name: str = ""
-    """The name of the model in reports. Without `builder` and `folder`, a model as on the command line: `gpt2-medium`."""
+    """The model's name in reports. Without `builder` and `folder`, it also chooses the model, as on the command line: `gpt2-medium`."""
     builder: str = ""
     """The function that returns the model: `mypackage.nets:build`, or `path/nets.py:build`."""
     kwargs: dict[str, Any] = {}
