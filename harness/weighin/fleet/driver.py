@@ -81,8 +81,8 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
 
 
 class Driver:
-    """Runs the cells of one plan; the ``crew`` chooses which of the able nodes runs a cell. No more cells are
-    handed out than the able nodes can run at once, so that each starts with what its node said last.
+    """Runs the cells of one plan; the ``crew`` chooses which of the able nodes runs a cell. Cells
+    do not queue at nodes: each is handed out when a node can run it, by what this node last said is free.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def _enables_memory(folder: Path) -> bool:
 
 
 def roots() -> list[Path]:
-    """Return the folders for cgroups: in the memory controller's hierarchy, and in a hybrid's v2 tree."""
+    """Return the folders in which to make cgroups: in the memory controller's hierarchy and, if that is v1 beside a v2 tree, in the v2 tree, for PSI."""
     if (root := groups_root()) is None:
         raise IsolationUnavailable("this user may not create memory cgroups", _REPAIR)
     pressure = probe.pressure_hierarchy() if probe.memory_hierarchy() == (1, root) else None

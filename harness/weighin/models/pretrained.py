@@ -78,7 +78,7 @@ def pretrained_class(
     code: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a model class of transformers, or of the ``code`` in a folder, whose ``config`` names it."""
+    """Return the model class ``architecture``: of a folder's ``code``, if it has any, else of transformers or diffusers."""
     transformers = imported(TRANSFORMERS)
     if code:
         return _class_in(code, architecture, config or {})

@@ -28,7 +28,7 @@ _MARGIN, _MARGIN_BYTES = 0.1, 32 * MIB  # to the limit, where the kernel may kil
 
 
 class StackTaker:
-    """Reads stacks with py-spy, which stops the processes meanwhile: for ``frozen_ns`` in all."""
+    """Reads stacks with py-spy, which stops the processes while it reads. ``frozen_ns`` is the sum of these stops."""
 
     def __init__(self, pids: Callable[[], list[int]], cgroup: Path | None = None) -> None:
         self.frozen_ns = 0

@@ -53,7 +53,7 @@ _Place = tuple[str, tuple[str, ...]]
 
 
 class LoadSpec(Spec):
-    """A load, a save or a test's body. A worker that is asked for ``only_baseline`` is killed once it has reported this."""
+    """A load, a save or a test's body. With ``only_baseline``, the worker is killed once it has reported its memory before the load."""
 
     only_baseline = False
     environment: releases.Environment | None = None
