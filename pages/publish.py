@@ -68,9 +68,7 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="*", metavar="RUN", help="only these runs; default: all")
-    parser.add_argument(
-        "--status", action="store_true", help="list the runs whose code has changed"
-    )
+    parser.add_argument("--status", action="store_true", help="list the runs of older code")
     parser.add_argument(
         "--anyway", action="store_true", help="measure on a busy machine or with uncommitted code"
     )
@@ -143,13 +141,20 @@ def since(root: Path, commit: str, run: Run, *more: str) -> str:
     )
     if done.returncode:
         return f"cannot tell: git does not know commit {commit[:10]}"
-    names = done.stdout.split()
-    changed = [Path(n).name for n in names if _code(root, n) != _code(root, n, commit)]
+    used = {one.cell.model.builder for one in run.results}
+
+    def decides(name: str) -> bool:
+        """Tell whether a file has other code, and builds no models of a library that no cell uses."""
+        if "/models/pretrained_" in name and not any(f".{Path(name).stem}:" in one for one in used):
+            return False
+        return _code(root, name) != _code(root, name, commit)
+
+    changed = [Path(name).name for name in filter(decides, done.stdout.split())]
     return f"OLDER than {CURRENT} ({few(changed)} changed)" if changed else CURRENT
 
 
 def _code(root: Path, name: str, commit: str = "") -> str:
-    """Return a file as it lies there, or as of a commit; of Python, without comments and docstrings."""
+    """Return a file as it lies there, or as of a commit; of Python, without comments and texts (of several words)."""
     then = ["git", "-C", str(root), "show", f"{commit}:{name}"]  # fails if it was not there
     if commit:
         text = str(subprocess.run(then, capture_output=True, text=True, check=False).stdout)
@@ -161,6 +166,8 @@ def _code(root: Path, name: str, commit: str = "") -> str:
     for node in ast.walk(tree := ast.parse(text)):
         if isinstance(node, documented) and ast.get_docstring(node):
             node.body.pop(0)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            node.value = ""
     return ast.dump(tree)
 
 

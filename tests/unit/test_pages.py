@@ -204,7 +204,7 @@ def test_a_whole_run_takes_the_place_of_the_published_one(tmp_path: Path) -> Non
     assert "streaming: ok" in picture and "no samples" not in picture
 
 
-def test_a_run_is_older_than_other_code_and_not_than_other_comments(tmp_path: Path) -> None:
+def test_a_run_is_older_than_other_code_and_not_than_other_words(tmp_path: Path) -> None:
     (file := tmp_path / "harness/weighin/stream/x.py").parent.mkdir(parents=True)
     git(tmp_path, "init", "-q")
 

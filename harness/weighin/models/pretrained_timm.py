@@ -2,7 +2,8 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any, Final
@@ -62,23 +63,29 @@ def model_and_load(
     model.keeps_dtypes = True
 
     def load(state: State, file: Path) -> None:
-        load_state_dict = model.load_state_dict
-
-        def take(values: State, strict: bool = True) -> Any:
-            wanted = model.state_dict() if strict else dict(model.named_parameters())
-            if missing := sorted(wanted.keys() - values.keys()):
-                raise lacks(file, missing, type(model).__name__)
-            return load_state_dict(values, strict=strict)
-
-        model.load_state_dict = take
         source = {**pretrained_cfg, "source": "", "state_dict": dict(state)}
-        try:
-            with says(f"{file}: timm", _REPAIR):
-                own(model, source, *given, **arguments)
-        finally:
-            del model.load_state_dict
+        with says(f"{file}: timm", _REPAIR), _refusing_gaps(model, file):
+            own(model, source, *given, **arguments)
 
     return model, load
+
+
+@contextmanager
+def _refusing_gaps(model: Any, file: Path) -> Iterator[None]:
+    """Raise CheckpointError if a file lacks weights that timm would leave at their random values."""
+    load_state_dict = model.load_state_dict
+
+    def take(values: State, strict: bool = True) -> Any:
+        wanted = model.state_dict() if strict else dict(model.named_parameters())
+        if missing := sorted(wanted.keys() - values.keys()):
+            raise lacks(file, missing, type(model).__name__)
+        return load_state_dict(values, strict=strict)
+
+    model.load_state_dict = take
+    try:
+        yield
+    finally:
+        del model.load_state_dict
 
 
 def _created(architecture: str, folder: Path) -> Any:
@@ -102,9 +109,22 @@ def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interfa
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that timm loads, and an empty list, because timm leaves no weight out."""
-    with says(f"{checkpoint}: timm.create_model", _REPAIR):
-        return _created(kwargs["architecture"], folder_of(checkpoint)).to(dtype), []
+    """Return the model that timm loads, and an empty list; CheckpointError if the file lacks weights."""
+    imported(TIMM)
+    from timm.models import _builder
+
+    own, thread = _builder.load_pretrained, get_ident()
+
+    def load_pretrained(model: Any, *given: Any, **arguments: Any) -> None:
+        with _refusing_gaps(model, checkpoint) if get_ident() == thread else nullcontext():
+            own(model, *given, **arguments)
+
+    with says(f"{checkpoint}: timm.create_model", _REPAIR), _replacing:
+        _builder.load_pretrained = load_pretrained
+        try:
+            return _created(kwargs["architecture"], folder_of(checkpoint)).to(dtype), []
+        finally:
+            _builder.load_pretrained = own
 
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> torch.Tensor | None:  # noqa: ARG001
