@@ -258,7 +258,7 @@ def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
 def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: float) -> bool:
     """Return whether a process ends within ``timeout_s``; ``process`` is its pidfd, if there is one."""
     deadline = monotonic() + timeout_s
-    # A signal that another thread took is handled in this one, but does not end its poll.
+    # A signal that another thread took late is handled in this one, but does not end its poll.
     awaited, pause_s = ([], _PAUSE_S) if process is None else ([process], 1.0)
     while not has_ended():
         if (left_s := deadline - monotonic()) <= 0:

@@ -116,8 +116,13 @@ class CommandSpec(Spec):
         kept = {number: signal.getsignal(number) for number in PASSED}
         kept = {number: handler for number, handler in kept.items() if handler != signal.SIG_IGN}
         self._numbers = frozenset({*kept, signal.SIGUSR1})
-        for number in kept:  # here, a SIGINT counts as Ctrl-C of the terminal
-            signal.signal(number, lambda n, _: self._take(n, by_terminal=n == signal.SIGINT))
+        for (
+            number
+        ) in kept:  # here, a SIGINT counts as Ctrl-C of the terminal, if this process has one
+            signal.signal(
+                number,
+                lambda n, _: self._take(n, by_terminal=n == signal.SIGINT and _in_terminal()),
+            )
         # Before any thread starts, which would take a signal that nobody then looks at. What comes
         # before ``start`` waits for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
@@ -223,6 +228,13 @@ def left(started_s: float, last: Sample | None) -> list[str]:
     named = named or "in no file that is visible"
     who = "the command left" if last else "while it ran, files of a tmpfs got"
     return [f"{who} {format_bytes(total)} of shared memory: {named}"]
+
+
+def _in_terminal() -> bool:
+    """Tell whether Ctrl-C in the terminal reaches this process."""
+    with suppress(OSError), Path("/dev/tty").open("rb") as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False
 
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
