@@ -135,7 +135,7 @@ def _cut(make: Maker, left_bytes: int) -> Maker:
 _FILES: Final[dict[str, tuple[Maker, str]]] = {
     "a TorchScript program": (_by("model.pt", _script), r"a TorchScript program, not only weights\n.*write its weights: python -c .*torch.jit.load"),
     "an exported program (.pt2)": (_by("model.pt2", _exported), r"an exported program \(torch.export\), not only weights\n.*write its weights: python -c"),
-    "a whole pickled module": (_by("model.pt", lambda file: torch.save(_model(), file)), r"a whole pickled module .* was NOT executed\n.*torch.save\(model.state_dict"),
+    "a whole pickled module": (_by("model.pt", lambda file: torch.save(_model(), file)), r"a whole pickled module .* was NOT executed\n.*torch.save\(STATE_DICT"),
     "the tar format of torch 0.1": (lambda folder: _written(folder / "model.tar", _torch_0_1()), r"in the tar format of torch 0.1\n.*save it again"),
     "a pickle of pickle.dump": (
         _bytes("model.pkl", pickle.dumps({"weight": [1.0, 2.0]})),
