@@ -116,13 +116,13 @@ class CommandSpec(Spec):
         kept = {number: signal.getsignal(number) for number in PASSED}
         kept = {number: handler for number, handler in kept.items() if handler != signal.SIG_IGN}
         self._numbers = frozenset({*kept, signal.SIGUSR1})
-        for (
-            number
-        ) in kept:  # here, a SIGINT counts as Ctrl-C of the terminal, if this process has one
-            signal.signal(
-                number,
-                lambda n, _: self._take(n, by_terminal=n == signal.SIGINT and _in_terminal()),
-            )
+
+        def take(number: int, _frame: object) -> None:
+            # No handler learns who sent a signal: where there is a terminal, SIGINT is Ctrl-C.
+            self._take(number, by_terminal=number == signal.SIGINT and _in_terminal())
+
+        for number in kept:
+            signal.signal(number, take)
         # Before any thread starts, which would take a signal that nobody then looks at. What comes
         # before ``start`` waits for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
